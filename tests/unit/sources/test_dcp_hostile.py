@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import lightning_shardckpt as ckpt
@@ -80,12 +79,8 @@ def test_a_name_that_is_not_known_is_refused_by_name(value: Any, protocol: int, 
 HOSTILE = {
     "a memo of gigabytes": b"\x80\x04Nr\xff\xff\xff\xff.",
     "text that is longer than the file": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b"x.",
-    "a bytearray of gigabytes": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
     "a call of data": b"\x80\x04K\x01)R.",
-    "an extension": b"\x80\x02\x82\x01.",
-    "a big number in text": b"I" + b"9" * 9999 + b"\n.",
     "nothing": b"",
-    "what is not UTF-8": b"\x80\x04\x8c\x01\xff.",
     "nesting": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
 }
 
@@ -111,11 +106,8 @@ TENSORS = {
     "negative": torch.complex(BASE, BASE + 1).conj().imag,
     "part": BASE[5:17],
     "bfloat16": BASE.to(torch.bfloat16),
-    "float8": BASE.to(torch.float8_e4m3fn),
-    "booleans": BASE > 20,
     "zero dims": torch.tensor(3),
     "empty": torch.zeros(0, 3),
-    "large": torch.arange(100_000),
     "large and transposed": torch.arange(100_000.0).view(1000, 100).t(),
     "large and conjugate": torch.complex(torch.arange(50_000.0), torch.ones(50_000)).conj(),
 }
@@ -157,12 +149,6 @@ def test_only_the_chunks_that_are_asked_for_are_opened(copy: Path) -> None:
 # ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_directory_that_is_damaged_below_loads_as_it_is(saved: Path) -> None:
-    found = load_full(str(saved))
-    assert tiny.differences(MODEL, found["state_dict"]) == [] and found["notes"] == {"x": [1, "b"]}
-    assert found["optimizer_states"][0]["param_groups"] == OPTIMIZER["param_groups"]
-
-
 WEIGHT = MetadataIndex("model.a.weight", [0, 0])
 
 
@@ -176,10 +162,6 @@ def _chunks(metadata: Metadata, *chunks: tuple[list[int], list[int]]) -> None:
     for chunk in found:
         place = metadata.storage_data[MetadataIndex("model.a.weight", [0, 0])]
         metadata.storage_data[MetadataIndex("model.a.weight", chunk.offsets)] = place
-
-
-def _planner(metadata: Metadata, path: Any) -> None:
-    metadata.planner_data["optim.param_groups.0.lr"] = path
 
 
 def _groups(metadata: Metadata, path: tuple[str | int, ...], key: str) -> None:
@@ -199,21 +181,16 @@ def _forget(metadata: Metadata) -> None:
 CHANGES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "absolute": (lambda m: _place(m, relative_path="/etc/passwd"), "is not a file name"),
     "missing file": (lambda m: _place(m, relative_path="__9_0.distcp"), r"file __9_0\.distcp: the file is missing"),
-    "behind the end": (lambda m: _place(m, offset=1 << 40), r"file __0_0\.distcp, bytes \d+ to \d+ are wanted"),
     "too short": (lambda m: _place(m, length=5), "torch.load does not read it"),
     "transformed": (lambda m: _place(m, transform_descriptors=["zstd"]), "stored through"),
     "a gap": (lambda m: _chunks(m, ([0, 0], [1, 3])), r"3 of 6 elements are covered"),
     "an overlap": (lambda m: _chunks(m, ([0, 0], [2, 3]), ([1, 0], [2, 3])), "lies outside|overlap"),
     "a huge shape": (lambda m: _size(m, [1 << 40, 1 << 40]), r"more than 2\^63 bytes"),
-    "another shape": (lambda m: _size(m, [1 << 20, 3]), r"6 of 3145728 elements"),
     "no place": (_forget, "no storage info of the chunk"),
     "a class": (lambda m: replace(m, planner_data=Innocent()), r"names 'tests\..*test_dcp_hostile\.Innocent'"),
     "executed": (lambda m: replace(m, planner_data=Bad()), r"names '(posix|os)\.system'"),
     "no metadata": (lambda m: {"a": 1}, "where a Metadata is expected"),
-    "an odd optimizer": (lambda m: _planner(m, ("optim", "param_groups", 7, "lr")), "group 1 .*no list"),
     "a group without parameters": (lambda m: _groups(m, ("param_groups", 0, "lr"), "notes.x"), "group 0 .*no list"),
-    "a strange entry": (lambda m: _planner(m, ("optim", "else", "lr")), "not an entry of an optimizer of torch"),
-    "storage data of another kind": (lambda m: replace(m, storage_data=[_StorageInfo("a", 1, 2)]), r"\.metadata"),
 }
 
 
@@ -240,9 +217,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pipe": (lambda c: os.unlink(c / "__0_0.distcp") or os.mkfifo(c / "__0_0.distcp"), "not a regular file"),
     "truncated": (lambda c: os.truncate(c / "__0_0.distcp", 4000), r"__0_0\.distcp, bytes \d+ to \d+ are wanted"),
     "empty": (lambda c: (c / ".metadata").write_bytes(b""), r"\.metadata"),
-    "meta is empty": (_meta(b""), r"meta\.pt.*torch\.load does not read it"),
     "meta is text": (_meta(b"hello"), r"meta\.pt.*torch\.load does not read it"),
-    "meta is a link": (lambda c: (c / "meta.pt").symlink_to("/etc/passwd"), r"meta\.pt is a link"),
     "meta is executed": (_meta(pickle.dumps(Bad())), r"meta\.pt.*not read it.*weights_only=False"),
 }
 

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
+import lightning_shardckpt
 import lightning_shardckpt as ckpt
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     FormatError,
     ShardCkptError,
 )
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.verify import verify
 from lightning_shardckpt.transfer.file_filler import Region, fill
+from tests.support import tiny
 
 TENSORS = {
     "a.weight": torch.arange(35.0).reshape(5, 7),
@@ -126,28 +137,16 @@ def test_a_cache_of_links_is_followed(tmp_path: Path) -> None:
     assert equal(read(opened(single)), TENSORS)
 
 
-@pytest.mark.parametrize("kind", ["file", "index", "torch"])
-def test_names_of_compiled_modules_are_those_of_the_modules(kind: str, tmp_path: Path) -> None:
+def test_names_of_compiled_modules_are_those_of_the_modules(tmp_path: Path) -> None:
     """Oracle: the state of the module that has not been compiled."""
-    whole = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    whole, again = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)) for _ in range(2))
     plain = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    state = {name.replace("1.", "1._orig_mod."): tensor for name, tensor in plain.items()}
-    path = tmp_path / {"file": "x.safetensors", "index": "", "torch": "x.pt"}[kind]
-    if kind == "index":
-        safe(state, tmp_path / "model-1.safetensors")
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state, "model-1.safetensors")}))
-    else:
-        (safe if kind == "file" else torch.save)(state, path)
-    assert ckpt.metadata(path).tensors.keys() == plain.keys()
-    again = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    ckpt.load(path, {"model": again})
+    safe({name.replace("1.", "1._orig_mod."): tensor for name, tensor in plain.items()}, tmp_path / "x.safetensors")
+    ckpt.load(tmp_path / "x.safetensors", {"model": again})
     assert equal({**again.state_dict()}, plain)
-
-
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    safe({"a.w": torch.zeros(1), "a._orig_mod.w": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(FormatError, match=r"'a\..*' in x.* and 'a\.w' in x.* are two tensors of that name"):
-        opened(tmp_path / "x.safetensors")
+    safe({"a.w": torch.zeros(1), "a._orig_mod.w": torch.ones(1)}, tmp_path / "y.safetensors")
+    with pytest.raises(FormatError, match=r"'a\..*' in y.* and 'a\.w' in y.* are two tensors of that name"):
+        opened(tmp_path / "y.safetensors")
 
 
 def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_path: Path) -> None:
@@ -159,19 +158,8 @@ def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_p
         opened(tmp_path)
 
 
-def test_tensors_of_any_strides_are_read(tmp_path: Path) -> None:
-    base = torch.randn(6, 8)
-    state = {"turned": base.t(), "overlaps": base[1:3], "every": base[:, ::2], "whole": base}
-    state["wide"] = base[0].expand(3, 8)
-    torch.save(state, tmp_path / "x.pt")
-    assert equal(read(opened(tmp_path / "x.pt")), state)
-    with ckpt.open(tmp_path / "x.pt") as checkpoint:
-        assert torch.equal(checkpoint["turned"][2:5, 1:], state["turned"][2:5, 1:])
-
-
-@pytest.mark.parametrize("rows", [4, 1000])
-def test_an_archive_that_was_packed_again_is_equal_or_refused_by_name(rows: int, tmp_path: Path) -> None:
-    state = {"w": torch.arange(rows * 4.0).view(rows, 4), "b": torch.ones(3)}
+def test_an_archive_that_was_packed_again_is_equal_or_refused_by_name(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4000.0).view(1000, 4), "b": torch.ones(3)}
     torch.save(state, tmp_path / "x.pt")
     for name, method in (("stored", zipfile.ZIP_STORED), ("packed", zipfile.ZIP_DEFLATED)):
         with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / name, "w", method) as new:
@@ -226,13 +214,10 @@ def described(**entry: Any) -> bytes:
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not a safetensors file"),
     "cut off": (header(b"{}", 100), "the header claims 100 bytes of a file of 10"),
-    "longest": (header(b"{}", (1 << 64) - 1), "the header claims 18446744073709551615 bytes of a file of 10"),
-    "no JSON": (header(b"\xff" * 20), "not valid JSON"),
     "dtype": (header(described(dtype="F4"), data=bytes(8)), "describes a tensor wrongly"),
     "other size": (header(described(data_offsets=[0, 4]), data=bytes(8)), "does not fill 4 bytes"),
     "behind the end": (header(described(shape=[200], data_offsets=[0, 800]), data=bytes(8)), "should be at bytes"),
     "hole": (header(described(data_offsets=[8, 16]), data=bytes(16)), "follows a gap"),
-    "list": (header(b'{"w": [1, 2]}'), "describes a tensor wrongly"),
 }
 
 
@@ -250,11 +235,8 @@ def test_a_hostile_header_is_one_clear_error(case: str, tmp_path: Path) -> None:
     ("index", "words"),
     [
         ({"weight_map": {"a": "../outside.safetensors"}}, "'../outside.safetensors' is not a file name"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is not a file name"),
-        ({"weight_map": {"a": 3}}, "3 is not a file name"),
         ({"weight_map": {"a": "model-00001-of-00001.safetensors", "lost": "model-00001-of-00001.safetensors"}}, "lost"),
         ({"weight_map": {}}, "no weight_map"),
-        ([], "no weight_map"),
         ({"weight_map": {"a": "link.safetensors"}}, "file link.safetensors: the file is missing"),
         ({"weight_map": {"a": "directory"}}, "not a regular file"),
     ],
@@ -266,3 +248,94 @@ def test_a_hostile_index_is_one_clear_error(index: Any, words: str, tmp_path: Pa
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ShardCkptError, match=words):
         opened(tmp_path)
+
+
+# ── what no door can read is named ────────────────────────────────────────────────────────────────────────────────────
+
+
+DEEPSPEED = r"holds files of DeepSpeed without .*give the path of the folder with \*_model_states\.pt"
+TITAN = "holds folders of steps, as TorchTitan makes; give the path of one of them"
+NO_INDEX = r"holds files of weights without the index"
+
+FOLDERS: dict[str, tuple[list[str], str]] = {
+    "DeepSpeed": (["zero_to_fp32.py", "latest", "global_step10/mp_rank_00_model_states.pt"], DEEPSPEED),
+    "Megatron-LM": (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
+    "TorchTitan": (["step-10/__0_0.distcp", "step-20/__0_0.distcp"], TITAN),
+    "an unfinished step of TorchTitan": (
+        ["__0_0.distcp"],
+        r"an unfinished save of .*it has no \.metadata.*load an ear",
+    ),
+    "shards without an index": (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], NO_INDEX),
+    "one file": (["weights.safetensors", "README.md"], r"holds files of weights .*give the path of one file"),
+    "anything else": (["README.md"], f"is not a complete checkpoint: it has no {ROOT_NAME}"),
+}
+
+Door = Callable[[str], Any]
+FUNCTIONS: dict[str, Door] = {
+    "load": lambda path: lightning_shardckpt.load(path, {"model": torch.nn.Linear(4, 2)}),
+    "metadata": lightning_shardckpt.metadata,
+    "open": lightning_shardckpt.open,
+    "verify": verify,
+    "inspect": inspect,
+    "load_from_checkpoint": lambda path: lightning_shardckpt.load_from_checkpoint(tiny.TinyLM, path),
+}
+LOCAL_ONLY: dict[str, Door] = {
+    "consolidate": consolidate,
+    "pretrained": lambda path: tiny.trainer({"pretrained": path}, max_steps=1).fit(tiny.TinyLM(), tiny.loader()),
+    "fit": lambda path: tiny.trainer({}, max_steps=1).fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Trainers run in the process of the tests here, and leave the default process group to its end."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_what_another_program_wrote_is_named_with_what_to_do(kind: str, tmp_path: Path) -> None:
+    names, expected = FOLDERS[kind]
+    fs, path, url = fsspec.filesystem("memory"), tmp_path / "run", f"memory:/{tmp_path}/run"
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).touch()
+        fs.pipe_file(f"{url}/{name}", b"")
+    doors = {**FUNCTIONS, **(LOCAL_ONLY if kind in ("DeepSpeed", "shards without an index") else {})}
+    for door in doors.values():
+        with pytest.raises(CheckpointNotFoundError, match=rf"{re.escape(str(path))}' .*{expected}"):
+            door(str(path))
+    for name, door in FUNCTIONS.items():
+        if name != "load_from_checkpoint":
+            with pytest.raises(CheckpointNotFoundError, match=rf"{re.escape(url)}' is not a complete checkpoint"):
+                door(url)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_door_can_read_is_suggested(tmp_path: Path) -> None:
+    for step in (10, 20):
+        dcp.save({"weight": torch.ones(2, 4)}, checkpoint_id=tmp_path / f"run/checkpoint/step-{step}", no_dist=True)
+    for folder in ("run", "run/checkpoint"):
+        for door in (FUNCTIONS["load"], FUNCTIONS["metadata"], FUNCTIONS["open"], *LOCAL_ONLY.values()):
+            with pytest.raises(CheckpointNotFoundError, match=r"did you mean '.*step-10' or '.*step-20'\?"):
+                door(str(tmp_path / folder))
+    assert lightning_shardckpt.metadata(tmp_path / "run/checkpoint/step-10").tensors["weight"].shape == (2, 4)
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"of torch.distributed.checkpoint, not of .*consolidate` read it"
+    ):
+        verify(tmp_path / "run/checkpoint/step-10")
+
+
+def test_a_file_of_a_checkpoint_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    """A shard file is one of safetensors, but its tensors are slices: half a tensor must not pass for all of it."""
+    path = tmp_path / "a.ckpt"
+    lightning_shardckpt.save(path, {"model": torch.nn.Linear(4, 2), "step": 1})
+    expected = r"a\.ckpt/.*(part of a sharded checkpoint|is a file).*did you mean '.*a\.ckpt'\?"
+    for file in sorted(path.iterdir()):
+        for name, door in {**FUNCTIONS, "consolidate": LOCAL_ONLY["consolidate"]}.items():
+            if name != "load_from_checkpoint":
+                with pytest.raises(CheckpointNotFoundError, match=expected):
+                    door(str(file))
+    save_file({"weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    assert lightning_shardckpt.metadata(tmp_path / "model.safetensors").tensors.keys() == {"weight"}

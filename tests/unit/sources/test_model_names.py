@@ -5,29 +5,24 @@ Oracles: torch's stack, cat and chunk, and names written out by hand.
 
 from __future__ import annotations
 
-from contextlib import closing
+import re
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
+import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import lightning_shardckpt as ckpt
-from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.model_names import fit_names
-from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.strategy.pretrained import Pretrained, PretrainedWeights, compare_weights
 from tests.support import tiny
 
@@ -142,20 +137,6 @@ def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -
     assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
 
 
-def test_parameters_that_a_save_of_adapters_left_out_are_told(tmp_path: Path) -> None:
-    module = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))  # type: ignore[arg-type]
-    io = ShardCkptIO(adapters_only=True)
-    io.attach(Ranks.alone(), module, {})
-    io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a")
-    with closing(open_source(str(tmp_path / "a"), StorageRouter())[0]) as source:
-        found = compare_weights(source, module, Pretrained(""))
-    layer = "base_model.model.0"
-    assert found.names == {f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"}
-    assert found.report.endswith(
-        f"with first values: 2 tensors\n  {layer}.base_layer.bias\n  {layer}.base_layer.weight"
-    )
-
-
 def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"no tensor .* Stored are, for example, \['x'\]; the model has \['m.w'\]"):
         compared(tmp_path, root_of(m=Model("w")), ["x"])
@@ -214,16 +195,131 @@ def test_tensors_are_joined_and_split_as_transformers_does(tmp_path: Path) -> No
         ckpt.load(tmp_path, {"model": live})
 
 
-# ── dtypes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one table of what a mapping from stored names to new ones does, and what is refused ───────────────────────────────
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
-@pytest.mark.parametrize("live", [torch.bfloat16, torch.float32])
-def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype, tmp_path: Path) -> None:
-    value = torch.randn(3000, 1500).to(stored)  # more than a window
-    safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
-    source = open_path(str(tmp_path / "w.safetensors"))
-    tensor = torch.zeros(3000, 1500, dtype=live)
-    target = ReadTarget("model", "net.w", tensor)
-    read_targets(fit_names(source, root_of(net=Model("w")), ["net.w"]).source, [target])
-    assert torch.equal(tensor, value.to(live))
+NAMES = ["a.w", "b.w", "x"]
+
+
+def shout(name: str) -> str | None:
+    return f"m.{name}" if "." in name else None
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        pytest.param(None, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="nothing"),
+        pytest.param({"a.w": "b.w", "b.w": "a.w"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="whole names, swapped"),
+        pytest.param({"a": "c", "w": "v"}, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="part of a name is no name"),
+        pytest.param({"^a": "b", "^b": "a"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="expressions, swapped"),
+        pytest.param(
+            {r"^(.)\.": r"net.\1.", "w$": "weight"},
+            {"net.a.weight": "a.w", "net.b.weight": "b.w", "x": "x"},
+            id="several expressions in one name",
+        ),
+        pytest.param({"^a|^b": "c", "^b": "d", "^[a]": "e"}, None, id="two names that become one"),
+        pytest.param({r"^.\.": "c.", "^b": "d", "b.w": "kept"}, {"c.w": "a.w", "kept": "b.w", "x": "x"}, id="first"),
+        pytest.param({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}, id="a prefix"),
+        pytest.param({"x": None, "^b": None}, {"a.w": "a.w"}, id="left out"),
+        pytest.param(shout, {"m.a.w": "a.w", "m.b.w": "b.w"}, id="function"),
+        pytest.param(["^a=b", "^b=a", "x=y"], {"b.w": "a.w", "a.w": "b.w", "y": "x"}, id="texts"),
+        pytest.param(["^b=null", "x=null"], {"a.w": "a.w"}, id="texts that leave out"),
+        pytest.param([r"^a\.=", "x=nulls"], {"w": "a.w", "b.w": "b.w", "nulls": "x"}, id="texts that strip a prefix"),
+    ],
+)
+def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
+    mapping = KeyMapping.of_texts(given, "") if isinstance(given, list) else KeyMapping.of(given)
+    if found is not None:
+        assert mapping.apply(NAMES) == found
+        return
+    with pytest.raises(MismatchError, match=r"gives 1 name several times\n  c.w  of a.w, b.w"):
+        mapping.apply(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"(": ""}, "'(' is not a regular expression"),
+        ({"^a": r"\1"}, "'^a' is not a regular expression for '\\\\1': invalid group reference"),
+        ({"a": 3}, "'a': 3, but a name must map to a name"),
+        ("a=b", "is a dict from stored names (or regular"),
+        (["x=y", "nothing"], "'nothing' is not OLD=NEW"),
+    ],
+)
+def test_what_is_no_mapping_is_wrong_usage(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^renames.*{re.escape(words)}"):
+        KeyMapping.of_texts(given, "renames") if isinstance(given, list) else KeyMapping.of(given, "renames")
+
+
+def test_a_function_that_makes_no_name_is_an_error() -> None:
+    with pytest.raises(MismatchError, match=r"returns 3 for 'a\.w'"):
+        KeyMapping.of(lambda name: 3).apply(NAMES)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("entries", "lines"),
+    [
+        ({"x": "y", "^a": "b"}, []),
+        ({"typo": "y", "^q": "b", "z": None}, ["'typo'", "'z'", "'^q'"]),
+        ({"mine": "x"}, ["'mine'  matches no name in the checkpoint, but 'x' does: entries go from stored"]),
+        ({"a": "net"}, ["'a'  matches no name in the checkpoint; write a regular expression for a part of names"]),
+    ],
+)
+def test_entries_about_no_name_are_told_with_what_may_be_meant(
+    entries: dict[str, str | None], lines: list[str]
+) -> None:
+    found = KeyMapping.of(entries).unused(NAMES)
+    assert len(found) == len(lines)
+    assert all(one.startswith(f"key_mapping: {line}") for one, line in zip(found, lines, strict=True))
+
+
+# ── files of PEFT's adapters, loaded into its models ──────────────────────────────────────────────────────────────────
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one layer": {"target_modules": ["a"]},
+    "a module as a whole": {"target_modules": ["a"], "modules_to_save": ["b"]},
+    "weights apart": {"target_modules": ["a"], "use_dora": True},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def make(seed: int, kind: str) -> peft.PeftModel:
+    torch.manual_seed(seed)
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=2, init_lora_weights=False, **KINDS[kind]))
+
+
+def load_part(path: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ckpt.load(path, state, strict=False) == {}
+    assert len(caught) == 1 and "base_layer.weight  in model only" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_loaded_as_peft_loads_it(kind: str, format: str, tmp_path: Path) -> None:
+    make(1, kind).save_pretrained(tmp_path, safe_serialization=format == "safetensors")
+    expected = make(2, kind)
+    file = tmp_path / f"adapter_model.{format}"
+    entries = torch.load(file) if format == "bin" else safetensors.torch.load_file(file)
+    peft.set_peft_model_state_dict(expected, entries)
+    for path in (tmp_path, file):
+        found = make(2, kind)
+        load_part(path, {"m": found})
+        assert tiny.differences(expected.state_dict(), found.state_dict()) == []
+        inside = nn.Module()
+        inside.model = make(2, kind)  # in a module of the user's
+        load_part(path, {"m": inside})
+        assert tiny.differences(expected.state_dict(), inside.model.state_dict()) == []
+        torch.save(expected.state_dict(), tmp_path / "whole.pt")
+        ckpt.load(tmp_path / "whole.pt", {"m": (whole := make(3, kind))})
+        assert tiny.differences(expected.state_dict(), whole.state_dict()) == []
+        with pytest.raises(MismatchError, match=r"a\.base_layer\.weight  in model only"):
+            ckpt.load(path, {"m": make(2, kind)})

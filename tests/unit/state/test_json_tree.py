@@ -7,7 +7,6 @@ import base64
 import collections
 import dataclasses
 import datetime
-import enum
 import json
 import math
 import pathlib
@@ -17,13 +16,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.state.json_tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-from tests.support.pool import run_ranks
 
 
 def trip(value: Any) -> Any:
@@ -113,12 +109,6 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(trip({"deep": [(value,)]}), {"deep": [(value,)]})
 
 
-def test_equal_sets_have_equal_json_whatever_their_order() -> None:
-    one, other = {8, 0}, {0, 8}  # of one hash modulo eight
-    assert list(one) != list(other)
-    assert encode_small(one, "") == encode_small(other, "")
-
-
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_tensors_of_every_dtype_come_back_bit_by_bit(name: str) -> None:
     dtype = TORCH_DTYPES[name]
@@ -128,23 +118,7 @@ def test_tensors_of_every_dtype_come_back_bit_by_bit(name: str) -> None:
     assert same(trip(tensor), tensor)
 
 
-class Color(enum.IntEnum):
-    RED = 1
-
-
-class Phase(enum.Enum):
-    WARMUP = "warmup"
-
-
 class Name(str):
-    pass
-
-
-class Items(list[int]):
-    pass
-
-
-class Day(datetime.date):
     pass
 
 
@@ -153,19 +127,6 @@ class Moment(datetime.datetime):
 
     def isoformat(self, *args: Any, **kwargs: Any) -> str:
         return "long ago"
-
-
-class Clock(datetime.time):
-    pass
-
-
-class Length(datetime.timedelta):
-    pass
-
-
-class Title(str):
-    def __str__(self) -> str:
-        return "another text"
 
 
 class Count(int):
@@ -192,9 +153,7 @@ class Output(collections.OrderedDict[str, Any]):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (Color.RED, 1),
         (Name("x"), "x"),
-        (Items([1]), [1]),
         (Point(1, (2,)), (1, (2,))),
         (torch.Size([1, 2]), (1, 2)),
         (Config(0.1, Point(1, 2)), {"lr": 0.1, "point": (1, 2)}),
@@ -203,11 +162,7 @@ class Output(collections.OrderedDict[str, Any]):
         (numpy.float64(0.5), 0.5),
         (numpy.str_("x"), "x"),
         (bytearray(b"x"), b"x"),
-        (Day(2024, 2, 29), datetime.date(2024, 2, 29)),
         (Moment(2024, 2, 29, 1, tzinfo=datetime.UTC), datetime.datetime(2024, 2, 29, 1, tzinfo=datetime.UTC)),
-        (Clock(1, 2), datetime.time(1, 2)),
-        (Length(1, 2, 3), datetime.timedelta(1, 2, 3)),
-        (Title("x"), "x"),
         (Count(3), 3),
         (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
     ],
@@ -233,7 +188,6 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
         "type": int,
         "generator": torch.Generator(),
         "objects": numpy.array([None]),
-        "phase": Phase.WARMUP,
         "fine": 1,
     }
     encoder.encode(state, "")
@@ -248,7 +202,6 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
         "  type: builtins.type",
         "  generator: torch._C.Generator",
         "  objects: numpy.ndarray",
-        "  phase: tests.unit.state.test_json_tree.Phase",
     ]
     assert "without pickle" in lines[0]
     assert "state_dict or on_save_checkpoint" in lines[-1]
@@ -262,17 +215,6 @@ class NotATime(datetime.datetime):
         return False
 
     __hash__ = datetime.datetime.__hash__
-
-
-class Nanoseconds(datetime.timedelta):
-    """Like pandas' Timedelta: holds more than a timedelta."""
-
-    nanoseconds = 5
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Nanoseconds)
-
-    __hash__ = datetime.timedelta.__hash__
 
 
 def numbered_namespace() -> argparse.Namespace:
@@ -292,9 +234,7 @@ class Key:
     "value",
     [
         NotATime(1, 1, 1),
-        Nanoseconds(1),
         {Key("a"): 1},
-        {Key("a")},
         frozenset({(1, Key("a"))}),
         collections.Counter({Key("a"): 1}),
         numbered_namespace(),
@@ -307,12 +247,6 @@ def test_a_value_that_would_come_back_as_another_or_not_at_all_is_named(value: A
     encoder.encode({"callbacks": {"a": [value]}}, "")
     with pytest.raises(StateError, match=f"callbacks/a/0: .*{type(value).__name__}"):
         encoder.check()
-
-
-@pytest.mark.parametrize("bad", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
-def test_a_tensor_without_plain_memory_is_named_by_its_path(bad: torch.Tensor) -> None:
-    with pytest.raises(StateError, match="callbacks/x"):
-        Encoder().encode({"callbacks": {"x": bad}}, "")
 
 
 def test_hyper_parameters_degrade_to_a_placeholder_again_and_again() -> None:
@@ -331,11 +265,14 @@ def test_hyper_parameters_degrade_to_a_placeholder_again_and_again() -> None:
         )
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
-    knot: dict[str, Any] = {}
-    knot["again"] = [knot]
-    with pytest.raises(StateError, match="contains itself"):
-        Encoder().encode(knot, "callbacks")
+KNOT: list[Any] = []
+KNOT.append(KNOT)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta"), [KNOT]])
+def test_what_has_no_plain_memory_or_contains_itself_is_named_by_its_path(bad: Any) -> None:
+    with pytest.raises(StateError, match="callbacks/x"):
+        Encoder().encode({"callbacks": {"x": bad}}, "")
 
 
 def test_tensors_with_the_same_path_are_kept_apart() -> None:
@@ -347,30 +284,6 @@ def test_tensors_with_the_same_path_are_kept_apart() -> None:
     assert same(trip(value), value)
 
 
-def test_small_tensors_are_inline_and_large_ones_beside() -> None:
-    encoder = Encoder()
-    encoder.encode({"small": torch.zeros(INLINE_BYTES, dtype=torch.uint8), "large": torch.zeros(INLINE_BYTES + 1)}, "")
-    assert list(encoder.tensors) == ["large"]
-    assert encode_small(torch.zeros(INLINE_BYTES + 1), "x")["$"] == "tensor"
-
-
-def sharded() -> str:
-    mesh = init_device_mesh("cpu", (1,))
-    tensor = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
-    encoder = Encoder()
-    assert encoder.encode({"a": tensor}, "") == {"a": {"$": "stored", "v": "a"}}
-    try:
-        encode_small({"a": tensor}, "rank_state")
-    except StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_sharded_tensor_is_never_inline() -> None:
-    (said,) = run_ranks(1, sharded)
-    assert "rank_state/a: a sharded tensor" in said
-
-
 # ── what a hostile file may hold ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -380,34 +293,22 @@ def b64(content: bytes) -> str:
 
 HOSTILE: list[Any] = [
     {"$": "os.system", "v": "true"},
-    {"$": "tuple"},
     {"$": "tuple", "v": 5},
     {"$": "map", "v": [[[], 1]]},
-    {"$": "counter", "v": [1]},
     {"$": "namespace", "v": [[1, 2]]},
     {"$": "deque", "v": [], "maxlen": -1},
     {"$": "int", "v": "x"},
-    {"$": "float", "v": []},
-    {"$": "complex", "v": [1, 2, 3]},
     {"$": "bytes", "v": "!"},
     {"$": "dtype", "v": "F99"},
     {"$": "device", "v": "toaster"},
-    {"$": "path", "v": 5},
-    {"$": "datetime", "v": "yesterday"},
     {"$": "timedelta", "v": [1e300]},
     {"$": "range", "v": [1, 2, 0]},
-    {"$": "slice", "v": []},
     {"$": "omegaconf", "v": "a: &a [1]"},
-    {"$": "omegaconf", "v": {"$": "enum", "v": "a: &a [1]"}},
-    {"$": "int", "v": 1.5},
     {"$": "tensor", "v": b64(b""), "dtype": "F32", "shape": [0, 1 << 70]},
     {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [-1, -1]},
-    {"$": "tensor", "v": b64(b"1234"), "dtype": "F99", "shape": [1]},
     {"$": "stored", "v": "elsewhere"},
-    {"$": "dropped", "v": "x"},
     {"$": "numpy", "v": b64(bytes(8)), "dtype": "O", "shape": [1]},
     {"$": "numpy", "v": b64(bytes(7)), "dtype": "<f8", "shape": [1]},
-    {"$": "numpy", "v": b64(bytes(8)), "dtype": "<f8", "shape": "x"},
 ]
 
 
