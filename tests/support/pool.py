@@ -8,14 +8,12 @@ neither torch nor lightning_shardckpt. Under xdist, forked_workers.py makes the 
 
 from __future__ import annotations
 
-import collections.abc
 import ctypes
 import datetime
 import faulthandler
 import gc
 import importlib
 import importlib.metadata
-import inspect
 import json
 import os
 import pickle
@@ -31,11 +29,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
@@ -100,7 +97,7 @@ class RankFailure(AssertionError):
         super().__init__("\n".join([headline, *map(_describe, failed)]))
 
 
-class _Job(TypedDict):
+class _Job(NamedTuple):
     folder: str
     world: int
     timeout_s: float
@@ -153,18 +150,8 @@ def run_ranks(
         folder = Path(name)
         (folder / "cwd").mkdir()
         (folder / "call.pickle").write_bytes(pickle.dumps((fn, args, named)))
-        ended = _ask_server(
-            _Job(
-                folder=name,
-                world=world,
-                timeout_s=timeout_s,
-                grace_s=grace_s,
-                init_process_group=init_process_group,
-                bare=bare,
-                env=dict(os.environ),
-                warning_filters=warning_filters,
-            )
-        )
+        env = dict(os.environ)
+        ended = _ask_server(_Job(name, world, timeout_s, grace_s, init_process_group, bare, env, warning_filters))
         outcomes = [_outcome(folder, rank, ended) for rank in range(world)]
     failed = [o.rank for o in outcomes if o.error]
     if ended["timed_out"]:
@@ -220,81 +207,55 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
 # ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _ForkedServer:
-    """A server that this process has forked, with what `subprocess.Popen` has of one that it has started."""
-
-    def __init__(self, pid: int, line: IO[str]) -> None:
-        self.pid, self.stdin, self.stdout = pid, line, line
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        """Return how it ended, or None."""
-        return self._waited(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Return how it ended, once it has."""
-        return self._waited(0)
-
-    def kill(self) -> None:
-        """Have it end."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def __enter__(self) -> _ForkedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stdin.close()
-        self.wait()
-
-    def _waited(self, options: int) -> int | None:
-        if self._status is None:
-            done, status = os.waitpid(self.pid, options)
-            self._status = os.waitstatus_to_exitcode(status) if done else None
-        return self._status
-
-
-_server: subprocess.Popen[str] | _ForkedServer | None = None
+_server: tuple[int, IO[str]] | None = None
+"""The process, and a line to it."""
 
 
 def server_pid() -> int | None:
     """Return the process id of the running fork server, or None."""
-    return _server.pid if _server and _server.poll() is None else None
+    if _server is None or os.waitid(os.P_PID, _server[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        return None
+    return _server[0]
 
 
 def stop_server() -> None:
     """End the fork server and with it every rank; the next `run_ranks` starts another."""
     global _server
     if _server:
-        _server.kill()
-        with _server:  # closes its pipes and reaps it
-            pass
-        _server = None
+        (pid, line), _server = _server, None
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        line.close()
+
+
+def _start_server() -> None:
+    global _server
+    ours, theirs = socket.socketpair()
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.pool", str(os.getpid())]
+    # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
+    process = subprocess.Popen(command, stdin=theirs, cwd=ROOT, env=env, start_new_session=True)
+    process.returncode = 0  # for its destructor: `stop_server` waits
+    theirs.close()
+    _server = process.pid, ours.makefile("rw")
+    ours.close()
 
 
 def _ask_server(job: _Job) -> _Ended:
-    global _server
     if server_pid() is None:
         stop_server()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.support.pool", str(os.getpid())]
-        # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
-        _server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True
-        )
-    server = _server
-    assert server and server.stdin and server.stdout
+        _start_server()
+    assert _server
     try:
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        reply = server.stdout.readline()
+        _server[1].write(json.dumps(job) + "\n")
+        _server[1].flush()
+        reply = _server[1].readline()
     except BaseException:
         stop_server()  # the reply of an interrupted call must not answer the next one
         raise
     if not reply:
-        status = server.wait()
         stop_server()
-        raise RuntimeError(f"the fork server of the tests ended with status {status}; see its stderr")
+        raise RuntimeError("the fork server of the tests ended; see its stderr")
     ended: _Ended = json.loads(reply)
     return ended
 
@@ -334,13 +295,20 @@ def _describe(outcome: Outcome) -> str:
 
 
 def serve(parent: int) -> None:
-    """Answer one job per line of stdin until it ends. Runs in the server process only."""
+    """Answer one job per line of a socket, which is stdin, until it ends. Runs in the server process only."""
     die_with(parent)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever an import prints must not end up among the replies
-    preload()
-    be_ready_to_fork()
-    _serve(sys.stdin, replies)
+    with socket.socket(fileno=os.dup(0)) as line, line.makefile("rw") as jobs:
+        _detach()
+        preload()
+        be_ready_to_fork()
+        _serve(jobs)
+
+
+def _detach() -> None:
+    """Leave stdin and stdout, which are for a protocol, to nobody."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
 
 
 def preload() -> None:
@@ -365,19 +333,6 @@ def _cached_by_path(ask: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **which: of_path(tuple(sys.path), *args, **which)
 
 
-def _ask_abstract_classes() -> None:
-    import torch
-    from lightning.pytorch import LightningModule, Trainer
-    from torchmetrics import Metric
-
-    modules = [kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, torch.nn.Module)]
-    values = [torch.ones(1), torch.float32, torch.device("cpu"), inspect.signature(list), partial(list), [], (), {}]
-    values += [OrderedDict(), set(), None, True, 1, 1.0, "", b"", len, be_ready_to_fork, Path().joinpath, iter(())]
-    for kind in (*modules, LightningModule, Trainer, torch.nn.Parameter, *map(type, values)):
-        for asked in (Metric, collections.abc.Mapping, collections.abc.Sequence, collections.abc.Iterable):
-            issubclass(kind, asked)
-
-
 def fork_server() -> None:
     """Make the server of this process, which has done `preload` and nothing else, by a fork."""
     global _server
@@ -387,31 +342,29 @@ def fork_server() -> None:
         ours.close()
         os.setsid()
         die_with(parent)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(2, 1)  # stdout may be for another protocol
-        with theirs.makefile("r") as jobs, theirs.makefile("w") as replies:
-            _serve(jobs, replies)
+        _detach()
+        with theirs.makefile("rw") as jobs:
+            _serve(jobs)
         os._exit(0)
     theirs.close()
-    _server = _ForkedServer(pid, ours.makefile("rw"))
+    _server = pid, ours.makefile("rw")
     ours.close()
 
 
-def _serve(jobs: IO[str], replies: IO[str]) -> None:
+def _serve(jobs: IO[str]) -> None:
     _spare_threads_of_gloo()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
     other = _server_with_package()
     for line in jobs:
-        if json.loads(line)["bare"]:
+        if _Job(*json.loads(line)).bare:
             reply = _answer(line)
         else:
             other.write(line)
             other.flush()
             reply = other.readline()
             assert reply, "the server that has imported the package ended"
-        replies.write(reply)
-        replies.flush()
+        jobs.write(reply)
+        jobs.flush()
 
 
 def _server_with_package() -> IO[str]:
@@ -425,7 +378,6 @@ def _server_with_package() -> IO[str]:
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
         be_ready_to_fork()
-        _use_huge_pages()
         with theirs.makefile("rw") as jobs:
             for line in jobs:
                 jobs.write(_answer(line))
@@ -437,7 +389,6 @@ def _server_with_package() -> IO[str]:
 
 def be_ready_to_fork() -> None:
     """Leave nothing for collections of garbage, which would copy pages, and nothing that a fork would break."""
-    _ask_abstract_classes()  # what was imported since would have them look anew
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
@@ -445,32 +396,14 @@ def be_ready_to_fork() -> None:
     assert not others, f"only a process with one thread can be forked safely, and this one has {others}"
 
 
-def _use_huge_pages() -> None:
-    """Have the kernel gather this process's memory in huge pages, if it can: a fork copies one entry for each page.
-
-    That halves the processor time of a rank that does nothing, and as much again where the rank forks. What a rank
-    writes to is copied by small pages as before.
-    """
-    madv_collapse, size = 25, 2 << 20  # since Linux 6.1
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, *_, inode, path = [*line.split(maxsplit=5), ""][:6]
-        if "w" in access and inode == "0" and path in ("", "[heap]"):
-            start, stop = (int(address, 16) for address in addresses.split("-"))
-            start, stop = -(-start // size) * size, stop // size * size
-            if start < stop:
-                madvise(start, stop - start, madv_collapse)  # an error leaves the small pages as they are
-
-
 def _answer(line: str) -> str:
     """Do a job; returns how it ended, as a line."""
-    job: _Job = json.loads(line)
+    job = _Job(*json.loads(line))
     exit_door = os.pipe()
-    pids = [_fork(rank, job, exit_door) for rank in range(job["world"])]
+    pids = [_fork(rank, job, exit_door) for rank in range(job.world)]
     for end in exit_door:
         os.close(end)
-    return json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n"
+    return json.dumps(_supervise(pids, timeout_s=job.timeout_s, grace_s=job.grace_s)) + "\n"
 
 
 def _spare_threads_of_gloo() -> None:
@@ -558,7 +491,7 @@ def _supervise(pids: list[int], *, timeout_s: float, grace_s: float) -> _Ended:
 def _child(rank: int, job: _Job, server: int, exit_door: tuple[int, int]) -> NoReturn:
     os.setpgid(0, 0)
     die_with(server)
-    folder = Path(job["folder"])
+    folder = Path(job.folder)
     _redirect(folder / f"{rank}.out")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{rank}.stacks").open("w"), all_threads=True)
@@ -586,18 +519,18 @@ def _call(rank: int, job: _Job, exit_door: tuple[int, int]) -> Any:
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not re-exported for mypy
 
-    folder, world = Path(job["folder"]), job["world"]
+    folder, world = Path(job.folder), job.world
     os.chdir(folder / "cwd")
     os.environ.clear()
-    os.environ.update(job["env"] | _torchrun_env(rank, world))
+    os.environ.update(job.env | _torchrun_env(rank, world))
     torch.set_num_threads(1)
-    _apply_warning_filters(job["warning_filters"])
+    _apply_warning_filters(job.warning_filters)
     lost = _collect_lost_exceptions()
     threads = threading.enumerate()
     fn, args, named = pickle.loads((folder / "call.pickle").read_bytes())
-    if job["init_process_group"]:
+    if job.init_process_group:
         # Below the pool's timeout, so that a stuck collective raises in its own rank, with its own traceback.
-        timeout = datetime.timedelta(seconds=max(job["timeout_s"] - 10, job["timeout_s"] / 2))
+        timeout = datetime.timedelta(seconds=max(job.timeout_s - 10, job.timeout_s / 2))
         store = FileStore(str(folder / "store"), world)  # no port to hunt for
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         dist.barrier()  # a rank that failed at once would break the connections that the others still make
