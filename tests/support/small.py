@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +110,17 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 Edit = Callable[[Any], None]
 
 
-def sealed(value: dict[str, Any]) -> bytes:
-    rest = json.dumps({k: v for k, v in value.items() if k != "checksum"}).encode()[1:]
+def sealed_text(rest: bytes) -> bytes:
+    """A root index, of which the first brace is missing, with its checksum."""
     return b'{"checksum":"' + checksum(rest).encode() + b'",\n' + rest
 
 
-def put(folder: Path, name: str, content: bytes) -> None:
-    """Replace a rank index, a document or a root index, and what the root index says of it."""
-    if name == ROOT:
-        (folder / name).write_bytes(content)
-        return
-    (folder / name).write_bytes(content)
-    root = json.loads((folder / ROOT).read_bytes())
+def sealed(value: dict[str, Any]) -> bytes:
+    return sealed_text(json.dumps({k: v for k, v in value.items() if k != "checksum"}).encode()[1:])
+
+
+def named(root: dict[str, Any], name: str, content: bytes) -> bytes:
+    """The root index with what it says of another content of a rank index or a document."""
     info = [len(content), checksum(content)]
     if name in root["documents"]:
         root["documents"][name] = info
@@ -130,7 +128,14 @@ def put(folder: Path, name: str, content: bytes) -> None:
         for rank, known in component["indexes"].items():
             if known[0] == name:
                 component["indexes"][rank] = [name, *info]
-    (folder / ROOT).write_bytes(sealed(root))
+    return sealed(root)
+
+
+def put(folder: Path, name: str, content: bytes) -> None:
+    """Replace a rank index, a document or a root index, and what the root index says of it."""
+    (folder / name).write_bytes(content)
+    if name != ROOT:
+        (folder / ROOT).write_bytes(named(json.loads((folder / ROOT).read_bytes()), name, content))
 
 
 def edit(folder: Path, name: str, change: Edit) -> None:
@@ -163,8 +168,3 @@ def put_header_json(folder: Path, change: Edit) -> None:
         return len(text).to_bytes(8, "little") + text
 
     put_header(folder, changed)
-
-
-def remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)

@@ -31,11 +31,11 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tests.support import pool
 
@@ -70,12 +70,8 @@ os._exit(status)
 """
 
 
-class Run(Protocol):
-    """Runs ``python *arguments``, a script, ``-m`` and a module, or ``-c`` and code, and then what is theirs."""
-
-    def __call__(
-        self, arguments: Sequence[str | Path], *, env: Mapping[str, str], folder: Path = ..., timeout_s: float = ...
-    ) -> subprocess.CompletedProcess[str]: ...
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+"""Runs ``python *arguments``, a script, ``-m`` and a module, or ``-c`` and code, and then what is theirs."""
 
 
 def run(

@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,24 +22,13 @@ from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
 PACKAGE = ROOT / "lightning_shardckpt"
-NESTED = ("parallel/sharding", "parallel/tensors", "parallel/pipeline")
-
-
-def room(path: Path) -> str:
-    """Return the room of a file: its folder, or "doors" for the files at the top.
-
-    >>> room(PACKAGE / "state/model.py"), room(PACKAGE / "api.py"), room(PACKAGE / "parallel/pipeline/p2p.py")
-    ('state', 'doors', 'parallel/pipeline')
-    """
-    folder = path.relative_to(PACKAGE).parent.as_posix()
-    return "doors" if folder == "." else folder if folder in NESTED else folder.partition("/")[0]
 
 
 def sizes() -> list[tuple[str, str, str]]:
-    """Return lines and files of each room, the largest first, and of all."""
+    """Return lines and files of each folder, the largest first, and of all."""
     lines, files = Counter[str](), Counter[str]()
     for path in PACKAGE.rglob("*.py"):
-        for name in (room(path), "all"):
+        for name in (path.relative_to(PACKAGE).parent.as_posix(), "all"):
             lines[name] += len(path.read_text().splitlines())
             files[name] += 1
     return [(name, f"{count:,}", f"{files[name]}") for name, count in lines.most_common()]
@@ -72,36 +60,31 @@ class Reach:
         return len({file for file, _, _ in self.functions}), len(self.functions), self.steps
 
 
-def reach_of_fit(path: str | None) -> Reach:
-    """Collective: every rank must call it."""
-    trainer = tiny.trainer({}, max_steps=4)
-    with Reach() as reach:
-        trainer.fit(tiny.TinyLM(), tiny.loader(shuffle=False), ckpt_path=path)
-    return reach
-
-
 def reaches(folder: str) -> dict[str, tuple[int, int, int]]:
     """Collective: every rank must call it. The first call of each kind warms caches, and isn't counted."""
-    found = dict[str, tuple[int, int, int]]()
 
-    def measure(name: str, call: Callable[[], Any]) -> None:
-        call()
+    def measured(call: Callable[[], Any]) -> Reach:
         with Reach() as reach:
             call()
-        found[name] = reach.figures()
+        return reach
+
+    def fit(path: str | None) -> Reach:
+        trainer = tiny.trainer({}, max_steps=4)
+        return measured(lambda: trainer.fit(tiny.TinyLM(), tiny.loader(shuffle=False), ckpt_path=path))
 
     saver = tiny.trainer({}, max_steps=2)
     saver.fit(tiny.TinyLM(), tiny.loader(shuffle=False))
-    measure("Trainer.save_checkpoint", lambda: saver.save_checkpoint(f"{folder}/a.ckpt"))
-
-    straight, resumed = (reach_of_fit(path) for path in (None, f"{folder}/a.ckpt"))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    calls: dict[str, Callable[[], Any]] = {
+        "Trainer.save_checkpoint": lambda: saver.save_checkpoint(f"{folder}/a.ckpt"),
+        "save": lambda: save(f"{folder}/b", {"model": net}, overwrite=True),
+        "load": lambda: load(f"{folder}/b", {"model": net}),
+    }
+    found = {name: [measured(call) for _ in range(2)][-1].figures() for name, call in calls.items()}
+    straight, resumed = fit(None), fit(f"{folder}/a.ckpt")
     resumed.functions -= straight.functions
     resumed.steps -= straight.steps
-    found["fit(ckpt_path=…), beyond fit()"] = resumed.figures()
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    measure("save", lambda: save(f"{folder}/b", {"model": net}, overwrite=True))
-    measure("load", lambda: load(f"{folder}/b", {"model": net}))
-    return found
+    return {**found, "fit(ckpt_path=…), beyond fit()": resumed.figures()}
 
 
 def main() -> None:

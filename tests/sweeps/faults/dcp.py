@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.sweeps.faults.saves import NEW, OLD, equal, whole
+from tests.sweeps.faults.saves import NEW, OLD, which, whole
 from tests.sweeps.faults.trial import Found, Scenario
 
 
@@ -23,10 +23,10 @@ def quiet() -> Iterator[None]:
     """torch warns and prints about what these trials are about."""
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        out = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(io.StringIO()):
-                yield
+            yield
     finally:
         logging.disable(logging.NOTSET)
 
@@ -51,8 +51,7 @@ def _found(path: str) -> Found:
         found = load(path)
     except BaseException:  # torch's CheckpointException is no Exception
         return "lost"
-    is_of = [equal(found, whole(step)["state_dict"]) for step in (OLD, NEW)]
-    return "old" if is_of[0] else "new" if is_of[1] else "mixed"
+    return which(found, "state_dict")
 
 
 def _same(root: str) -> Found:

@@ -52,12 +52,7 @@ _TENSORS = whole(NEW)["state_dict"]
 FORMATS = (
     Format("lightning-shardckpt", _save_ours, lambda root: load_full(f"{root}/last.ckpt"), whole(NEW)),
     Format("torch DCP", lambda root: dcp.save(f"{root}/a", NEW), lambda root: dcp.load(f"{root}/a"), _TENSORS),
-    Format(
-        "one safetensors file",
-        lambda root: save_file(_TENSORS, f"{root}/a"),
-        lambda root: load_file(f"{root}/a"),
-        _TENSORS,
-    ),
+    Format("one file", lambda root: save_file(_TENSORS, f"{root}/a"), lambda root: load_file(f"{root}/a"), _TENSORS),
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from tests.sweeps.faults import dcp
 from tests.sweeps.faults.disk import full_disks
@@ -42,18 +41,15 @@ def everything(short: bool) -> str:
     wrong = problems([*ours, *disks]) + [loss.problem for loss in power if loss.problem]
     wrong += [loss.problem for loss in unsynced if loss.problem and loss.found == "mixed"]
     wrong += [f"{flip}" for flip in flipped[0] if flip.noticed == "silent"]
-    return "\n\n".join(
-        [
-            table(
-                "lightning-shardckpt", [*_rows(ours), of_outcomes("full disk", disks), of_losses("power loss", power)]
-            ),
-            table("torch DCP", [*_rows(theirs), of_losses("power loss", their_power)]),
-            table("a flipped bit", [of_flips(k.name, f) for k, f in zip(FORMATS, flipped, strict=True)], FLIP_COLUMNS),
-            *([f"No full disks: {why_not}"] if why_not else []),
-            f"{len(wrong)} problems of lightning-shardckpt",
-            *wrong[:100],
-        ]
-    )
+    of_ours = [*_rows(ours), of_outcomes("full disk", disks), of_losses("power loss", power)]
+    parts = [
+        table("lightning-shardckpt", of_ours),
+        table("torch DCP", [*_rows(theirs), of_losses("power loss", their_power)]),
+        table("a flipped bit", [of_flips(k.name, f) for k, f in zip(FORMATS, flipped, strict=True)], FLIP_COLUMNS),
+        *([f"No full disks: {why_not}"] if why_not else []),
+        f"{len(wrong)} problems of lightning-shardckpt",
+    ]
+    return "\n\n".join([*parts, *wrong[:100]])
 
 
 def _swept(each: Scenario, short: bool) -> list[Outcome]:
@@ -85,38 +81,33 @@ def _rows(outcomes: Sequence[Outcome]) -> Iterable[Row]:
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Row(NamedTuple):
-    """A kind of fault, and how often what happened."""
-
-    name: str
-    counts: tuple[int, ...]
+Row = tuple[str, Sequence[int]]
+"""A kind of fault, and how often what happened."""
 
 
 def of_outcomes(name: str, outcomes: Sequence[Outcome]) -> Row:
     """``undetected``: the action returned and what loads is not new; ``OLD``: also nothing, before a first save."""
     found = [sum(o.found == kind for o in outcomes) for kind in ("old", "new", "mixed", "lost")]
-    said = [
-        sum(any(p.startswith(kind) for p in o.problems) for o in outcomes)
-        for kind in ("undetected:", "hung:", "next:", "message:")
-    ]
-    return Row(name, (len(outcomes), *found, *said))
+    kinds = ("undetected:", "hung:", "next:", "message:")
+    said = [sum(any(p.startswith(kind) for p in o.problems) for o in outcomes) for kind in kinds]
+    return name, (len(outcomes), *found, *said)
 
 
 def of_losses(name: str, losses: Sequence[Loss]) -> Row:
     """Counts states of the disk, over all moments."""
     found = [sum(loss.states for loss in losses if loss.found == kind) for kind in ("old", "new", "mixed", "lost")]
     after = sum(loss.states for loss in losses if loss.done == loss.of and loss.found == "old")
-    return Row(name, (sum(loss.states for loss in losses), *found, after, 0, 0, 0))
+    return name, (sum(loss.states for loss in losses), *found, after, 0, 0, 0)
 
 
 def of_flips(name: str, flips: list[Flip]) -> Row:
     """Counts changed bytes."""
     counts = summary(flips)
-    return Row(name, (len(flips), counts["detected"], counts["harmless"], counts["silent"]))
+    return name, (len(flips), counts["detected"], counts["harmless"], counts["silent"])
 
 
 def table(title: str, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> str:
     """As Markdown."""
     lines = [(title, *columns), ("---", *["---:"] * len(columns))]
-    lines += [(row.name, *(f"{count:,}" for count in row.counts)) for row in rows]
+    lines += [(name, *(f"{count:,}" for count in counts)) for name, counts in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

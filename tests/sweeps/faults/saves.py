@@ -61,17 +61,9 @@ def of_rank(step: int, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def save_step(
-    path: str,
-    step: int,
-    ranks: Ranks,
-    *,
-    sync_files: bool = True,
-) -> None:
+def save_step(path: str, step: int, ranks: Ranks, *, sync_files: bool = True) -> None:
     """Collective: every rank of ``ranks`` must call it."""
-    state = of_rank(step, ranks)
-    storage = LocalStorage(sync_files=sync_files)
-
+    state, storage = of_rank(step, ranks), LocalStorage(sync_files=sync_files)
     options = SaveOptions(SIZE_PER_SHARD)
     save(path, lambda: snapshot(state), ranks=ranks, run=RunInfo(step), options=options, storage=storage)
 
@@ -93,11 +85,12 @@ def loads(path: str) -> Literal["old", "new", "mixed", "nothing", "broken"]:
         return "nothing"
     except Exception:
         return "broken"
-    return _which(found)
+    return which(found)
 
 
-def _which(found: Any) -> Literal["old", "new", "mixed"]:
-    is_of = [equal(found, whole(step)) for step in (OLD, NEW)]
+def which(found: Any, part: str | None = None) -> Literal["old", "new", "mixed"]:
+    """Of which step a checkpoint is, or a part of it."""
+    is_of = [equal(found, whole(step) if part is None else whole(step)[part]) for step in (OLD, NEW)]
     return "old" if is_of[0] else "new" if is_of[1] else "mixed"
 
 
@@ -113,8 +106,12 @@ def _nothing(root: str, ranks: Ranks) -> None:
     """The root is empty."""
 
 
-def _save_one(root: str, ranks: Ranks, step: int) -> None:
-    save_step(_one(root), step, ranks)
+def _save_one(root: str, ranks: Ranks, step: int, sync_files: bool = True) -> None:
+    save_step(_one(root), step, ranks, sync_files=sync_files)
+
+
+def _save_again(root: str, sync_files: bool = True) -> None:
+    _save_one(root, Ranks.alone(), NEW, sync_files)
 
 
 def _prepare_in_place(root: str, ranks: Ranks) -> None:
@@ -126,33 +123,16 @@ def _save_over_in_place(root: str, ranks: Ranks) -> None:
     _save_one(root, ranks, OLD)
 
 
-def _save_again(root: str) -> None:
-    save_step(_one(root), NEW, Ranks.alone())
-
-
-def _first(root: str) -> Found:
+def _found(root: str, nothing: Found, *, gone: bool = False) -> Found:
+    """What is at ``last``: ``nothing`` if that is no checkpoint; with ``gone``, nothing else may be there then."""
     found = loads(_one(root))
     if found == "nothing":
-        return "lost" if os.path.lexists(_one(root)) else "old"
+        return "lost" if gone and os.path.lexists(_one(root)) else nothing
     return "lost" if found == "broken" else found
 
 
-def _filled(root: str) -> Found:
-    found = loads(_one(root))
-    return "old" if found == "nothing" else "lost" if found == "broken" else found
-
-
-def _replaced(root: str) -> Found:
-    found = loads(_one(root))
-    return "lost" if found in ("nothing", "broken") else found  # type: ignore[return-value]
-
-
-def _save_unsynced(root: str, ranks: Ranks, step: int) -> None:
-    save_step(_one(root), step, ranks, sync_files=False)
-
-
-def _save_unsynced_again(root: str) -> None:
-    _save_unsynced(root, Ranks.alone(), NEW)
+_first, _filled = partial(_found, nothing="old", gone=True), partial(_found, nothing="old")
+_replaced, _deleted = partial(_found, nothing="lost"), partial(_found, nothing="new", gone=True)
 
 
 def _rotate(root: str, ranks: Ranks) -> None:
@@ -185,14 +165,14 @@ def _save_and_link(root: str, ranks: Ranks) -> None:
         _link(root, OLD)
 
 
-def _rotate_and_link(root: str, ranks: Ranks) -> None:
+def _relink(root: str, ranks: Ranks) -> None:
     """In the order of ModelCheckpoint(save_top_k=1, save_last="link")."""
     _rotate(root, ranks)
     if ranks.rank == 0:
         _link(root, NEW)
 
 
-def _rotate_and_link_again(root: str) -> None:
+def _relink_again(root: str) -> None:
     _rotate_again(root)
     _link(root, NEW)
 
@@ -203,11 +183,6 @@ def _linked(root: str) -> Found:
     if linked in ("mixed", "broken"):
         return "mixed" if linked == "mixed" else "lost"
     return newest
-
-
-def _save_over_link(root: str, ranks: Ranks) -> None:
-    """As a job does that saved ``last`` as a link before, and now as a checkpoint."""
-    save_step(_one(root), NEW, ranks)
 
 
 def _over_link(root: str) -> Found:
@@ -221,13 +196,6 @@ def _delete(root: str, ranks: Ranks) -> None:
 def _save_and_delete(root: str) -> None:
     save_step(_one(root), OLD, Ranks.alone())
     LocalStorage().remove(_one(root))
-
-
-def _deleted(root: str) -> Found:
-    found = loads(_one(root))
-    if found == "nothing":
-        return "lost" if os.path.lexists(_one(root)) else "new"
-    return "lost" if found == "broken" else found
 
 
 def _consolidate(root: str, ranks: Ranks) -> None:
@@ -255,7 +223,7 @@ def _consolidated(root: str) -> Found:
     if not os.path.lexists(output):
         return "old"
     try:
-        return "new" if _which(torch.load(output)) == "new" else "mixed"
+        return "new" if which(torch.load(output)) == "new" else "mixed"
     except Exception:
         return "lost"
 
@@ -273,10 +241,6 @@ def _save_and_export(root: str, ranks: Ranks) -> None:
     save_step(_one(root), NEW, ranks)
 
 
-def _export_over(root: str, ranks: Ranks) -> None:
-    _export(root)
-
-
 def _exported(root: str) -> Found:
     if loads(_one(root)) != "new":
         return "lost"
@@ -287,8 +251,7 @@ def _exported(root: str) -> Found:
     except Exception:
         return "lost"
     state = {tensor: files[name][tensor] for tensor, name in names.items()}
-    is_of = [equal(state, whole(step)["state_dict"]) for step in (OLD, NEW)]
-    return "old" if is_of[0] else "new" if is_of[1] else "mixed"
+    return which(state, "state_dict")
 
 
 def _export_again(root: str) -> None:
@@ -301,24 +264,18 @@ _FIRST = Scenario("first save", 1, _nothing, _new, _first, _save_again)
 _REPLACE = Scenario("save over an older one", 1, _old, _new, _replaced, _save_again)
 _FILL = Scenario("save in place", 1, _prepare_in_place, _new, _filled, _save_again)
 _REFILL = Scenario("save in place over an older one", 1, _save_over_in_place, _new, _replaced, _save_again)
+_unsynced, _unsynced_again = partial(_new, sync_files=False), partial(_save_again, sync_files=False)
 _UNSYNCED = Scenario(
-    "save without syncs over an older one",
-    1,
-    partial(_save_unsynced, step=OLD),
-    partial(_save_unsynced, step=NEW),
-    _replaced,
-    _save_unsynced_again,
-    durable=False,
+    "save without syncs over an older one", 1, _old, _unsynced, _replaced, _unsynced_again, durable=False
 )
 _ROTATE = Scenario("rotation", 1, lambda r, k: save_step(_step(r, OLD), OLD, k), _rotate, _newest, _rotate_again)
-_LINK = Scenario(
-    "rotation with a link", 1, _save_and_link, _rotate_and_link, _linked, _rotate_and_link_again, named=False
-)  # since the errors are Lightning's in part
-_OVER_LINK = Scenario("save over a link", 1, _save_and_link, _save_over_link, _over_link, _save_again)
+# Not named, since the errors are Lightning's in part.
+_LINK = Scenario("rotation with a link", 1, _save_and_link, _relink, _linked, _relink_again, named=False)
+_OVER_LINK = Scenario("save over a link", 1, _save_and_link, _new, _over_link, _save_again)
 _DELETE = Scenario("deletion", 1, _old, _delete, _deleted, _save_and_delete)
 _CONSOLIDATE = Scenario("consolidation", 1, _new, _consolidate, _consolidated, _consolidate_again)
 _BY_THREADS = Scenario("consolidation by threads", 1, _new, _consolidate_by_threads, _consolidated, _consolidate_again)
-_EXPORT = Scenario("export over an older one", 1, _save_and_export, _export_over, _exported, _export_again)
+_EXPORT = Scenario("export over an older one", 1, _save_and_export, lambda r, k: _export(r), _exported, _export_again)
 
 
 def scenarios(*worlds: int) -> Iterator[Scenario]:
