@@ -34,20 +34,20 @@ class Block(nn.Module):
         assert {*seen} == {torch.float32}
         hidden = self.norm(torch.tanh(FORWARDS.get(self.how, Block.plain)(self, x)))
         mixed = self.conv(hidden.view(len(x), 2, WIDTH)).view(len(x), 2 * WIDTH)
-        return x + self.down(mixed)  # type: ignore[no-any-return]
+        return x + self.down(mixed)
 
     def plain(self, x: Tensor) -> Tensor:
-        return self.up(x)  # type: ignore[no-any-return]
+        return self.up(x)
 
     def without_autocast(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            return self.up(x.float())  # type: ignore[no-any-return]
+            return self.up(x.float())
 
     def penalized(self, x: Tensor) -> Tensor:
-        return self.up(x) + self.up.weight.square().sum() * 1e-3  # type: ignore[no-any-return]
+        return self.up(x) + self.up.weight.square().sum() * 1e-3
 
     def many_times(self, x: Tensor) -> Tensor:
-        return sum(self.up(x * n) for n in range(1, 8))  # type: ignore[return-value]
+        return sum(self.up(x * n) for n in range(1, 8))
 
     def by_function(self, x: Tensor) -> Tensor:
         return F.linear(x, weight=self.up.weight, bias=self.up.bias) + F.linear(x, 2 * self.up.weight)
@@ -73,7 +73,7 @@ class Module(pl.LightningModule):
         for block in self.blocks:
             batch = block(batch)
         self.outputs.append(self.out(batch).detach())
-        return self.out(batch).float().square().mean()  # type: ignore[no-any-return]
+        return self.out(batch).float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -33,7 +33,7 @@ class Net(nn.Module):
         for number, layer in enumerate(self.layers):
             if number not in self.skipped:
                 x = torch.tanh(layer(x))
-                x.register_hook(lambda _, number=number: self._come_back(number))  # type: ignore[no-untyped-call]  # torch's
+                x.register_hook(lambda _, number=number: self._come_back(number))
         return x.square().mean()
 
     def _come_back(self, number: int) -> None:
@@ -133,19 +133,19 @@ def _replace(parameter: nn.Parameter) -> None:
 
 
 USES: dict[str, Callable[[nn.Parameter], Any]] = {
-    "in place": lambda p: p.grad.mul_(3),  # type: ignore[union-attr]  # there is one
-    "by data": lambda p: p.grad.data.mul_(3),  # type: ignore[union-attr]
-    "by numpy": lambda p: p.grad.numpy().__imul__(3),  # type: ignore[union-attr]
-    "by detach": lambda p: p.grad.detach().mul_(3),  # type: ignore[union-attr]
+    "in place": lambda p: p.grad.mul_(3),
+    "by data": lambda p: p.grad.data.mul_(3),
+    "by numpy": lambda p: p.grad.numpy().__imul__(3),
+    "by detach": lambda p: p.grad.detach().mul_(3),
     "another tensor": _replace,
-    "reads": lambda p: p.grad.norm(),  # type: ignore[union-attr]
+    "reads": lambda p: p.grad.norm(),
 }
 
 
 def _use(how: str) -> str:
     def use(net: Net, number: int) -> None:
         if number == 1:
-            USES[how](net.layers[-1].weight)  # type: ignore[arg-type]  # a parameter
+            USES[how](net.layers[-1].weight)
 
     net = Net()
     net.at_layer = use
