@@ -11,7 +11,8 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
-    from lightning_shardckpt.checkpoint_io import CheckpointMonitor, ShardCkptIO
+    from lightning_shardckpt.callbacks import CheckpointMonitor, FollowedMetrics
+    from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.consolidate import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "ShardCkptIO",
     "ShardedCLI",
     "CheckpointMonitor",
+    "FollowedMetrics",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -50,7 +52,8 @@ _HOMES = {
     "Pipeline": "parallel.pipeline.build",
     "ShardCkptIO": "checkpoint_io",
     "ShardedCLI": "lightning_cli",
-    "CheckpointMonitor": "checkpoint_io",
+    "CheckpointMonitor": "callbacks",
+    "FollowedMetrics": "callbacks",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

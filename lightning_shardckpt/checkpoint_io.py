@@ -1,4 +1,4 @@
-"""``ShardCkptIO``, the CheckpointIO of Lightning and Fabric for sharded checkpoints, and a callback that logs saves.
+"""``ShardCkptIO``, the CheckpointIO of Lightning and Fabric for sharded checkpoints.
 
 Translates Lightning's calls and dicts to those of ``checkpoint/``. ``attach`` sets the ranks and the module; without
 it, this is the CheckpointIO of one of Lightning's own strategies, which call it on rank 0 alone.
@@ -16,14 +16,10 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import lightning
-import lightning.pytorch as pl
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
-from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load, save, save_async
@@ -50,6 +46,7 @@ from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
+from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
@@ -433,7 +430,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
         Anything that can't be deleted, or is not a checkpoint, stays, with a warning, so that training goes on. After
         an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
-        ``path`` stays, with a warning.
+        ``path`` stays, with a warning. A checkpoint that ``shardckpt follow`` evaluates is deleted after that.
         """
         remove = partial(_remove_any, absolute_path(path), self.storage)  # it may wait, and a chdir come first
         self._group.background.remove(file_path(path), remove)
@@ -441,7 +438,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
 
 def _remove_any(path: str, storage: Storage) -> list[str]:
-    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one.
+    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one; see ``RunFolder.remove``.
 
     Does not raise OSErrors, so that training goes on.
 
@@ -454,14 +451,18 @@ def _remove_any(path: str, storage: Storage) -> list[str]:
             if isinstance(store, RemoteStorage) and store.is_object(path):
                 store.delete_object(path)
                 return []
-            return [] if isinstance(store, RemoteStorage) and store.is_empty(path) else store.remove(path)
-        if os.path.isfile(path) and not os.path.islink(path):
+            if isinstance(store, RemoteStorage) and store.is_empty(path):
+                return []
+        elif not os.path.lexists(path):
+            return []
+        elif os.path.isfile(path) and not os.path.islink(path):
             os.unlink(path)
-        elif os.path.lexists(path):
-            return storage.remove(path)
+            return []
+        if isinstance(storage, StorageRouter) and not os.path.islink(path):
+            return RunFolder(os.path.dirname(path.rstrip("/")), storage).remove(path)
+        return storage.remove(path)
     except OSError as error:
         return [f"not removed: {error}"]
-    return []
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
@@ -481,57 +482,3 @@ def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: boo
                 "lightning_shardckpt.fabric.ShardCkptIO.)"
             )
     return checkpoint
-
-
-class CheckpointMonitor(Callback):
-    """Logs the time and size of every completed save of ``fit`` to all loggers of the Trainer, on rank 0.
-
-    - ``save/seconds``: from the call of the save until the checkpoint was complete on all ranks.
-    - ``save/blocked_seconds``: the part of this time in which rank 0 could not train.
-    - ``save/bytes``: the size of all files of all ranks.
-
-    The values are logged for the step that was saved, before the next batch begins or when the run ends. A failed save
-    is not logged; its error is raised.
-    """
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget saves of earlier runs.
-
-        Raises:
-            MisconfigurationException: if the Trainer has no logger.
-            TypeError: if its CheckpointIO is not a ``ShardCkptIO``.
-        """
-        io = trainer.strategy.checkpoint_io
-        if stage != "fit":
-            return
-        if not trainer.loggers:
-            raise MisconfigurationException("CheckpointMonitor needs a logger: give the Trainer one, or leave it out")
-        if not isinstance(io, ShardCkptIO):
-            raise TypeError(
-                f"CheckpointMonitor logs saves of ShardCkptIO, but this Trainer saves with {type(io).__name__}: use "
-                "ShardedStrategy, or give the Trainer plugins=[ShardCkptIO()]"
-            )
-        io.finished.clear()
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._log(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._log(trainer)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Log the last saves, for which the strategy has waited."""
-        if stage == "fit":
-            self._log(trainer)
-
-    def _log(self, trainer: pl.Trainer) -> None:
-        io = trainer.strategy.checkpoint_io
-        while isinstance(io, ShardCkptIO) and io.finished:
-            save = io.finished.popleft()
-            values = {"seconds": save.seconds, "blocked_seconds": save.blocked_seconds, "bytes": float(save.nbytes)}
-            for logger in trainer.loggers if trainer.is_global_zero else ():
-                logger.log_metrics({f"save/{name}": value for name, value in values.items()}, step=save.step)

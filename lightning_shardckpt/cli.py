@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     description = (
-        "Tools for sharded checkpoints. Only prove-resume runs user code: a training script. None needs a GPU."
+        "Tools for sharded checkpoints. Only prove-resume and follow run user code. None needs a GPU."
     )
     parser = ArgumentParser(prog=PROGRAM, description=description)
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
@@ -109,6 +109,19 @@ def _parser() -> ArgumentParser:
     output_help = "a new folder for outputs and checkpoints; by default a temporary one, kept if the runs differ"
     prove.add_argument("-o", "--output", type=str | None, help=output_help)
     tools.add_subcommand("prove-resume", prove, help="check that a resumed training equals an uninterrupted one")
+
+    following = ArgumentParser(
+        description="Runs a command for each complete checkpoint of a training, while it goes on, and records the "
+        "results in evaluations.jsonl beside the checkpoints. Exit status: 0, or 1 if a command failed."
+    )
+    following.add_argument("run_dir", type=str, help="the folder in which the training saves, or its URL")
+    placeholder = "after --: a program and its arguments, in which {} becomes the path of the checkpoint"
+    following.add_argument("command", type=str, nargs="+", help=placeholder)
+    following.add_argument("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
+    following.add_argument("--once", action="store_true", help="don't wait for more checkpoints")
+    interval_help = "between two looks for checkpoints; by default 5, for URLs 30"
+    following.add_argument("--interval", type=float | None, metavar="SECONDS", help=interval_help)
+    tools.add_subcommand("follow", following, help="run a command for each checkpoint of a running training")
 
     tools.add_subcommand("consolidate", command_parser(), help="export files for torch.load, safetensors, transformers")
     return parser
@@ -219,6 +232,13 @@ def _prove_resume(options: Namespace) -> int:
     return int(not report.equal)
 
 
+def _follow(options: Namespace) -> int:
+    from lightning_shardckpt.tools.follow import follow
+
+    about = {name: options[name] for name in ("newest", "once", "storage_options")}
+    return int(follow(options.run_dir, options.command, interval_s=options.interval, **about) > 0)
+
+
 _COMPARING_TOOLS = ("diff", "prove-resume")
 """Tools whose exit status 1 is a result; a problem has status 2."""
 
@@ -232,5 +252,6 @@ _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "map": _map,
     "merge": _merge,
     "prove-resume": _prove_resume,
+    "follow": _follow,
     "consolidate": run_command,
 }

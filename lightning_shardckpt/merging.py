@@ -136,7 +136,7 @@ def last_checkpoints(
     storage, folder = StorageRouter(storage_options=storage_options), file_path(folder)
     store = storage.backend(folder)
     if isinstance(store, RemoteStorage):
-        paths = store.list_complete(folder)
+        paths = [*store.list_complete(folder)]
     else:
         paths = [
             entry.path for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_symlink()

@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -44,6 +43,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     put_bytes,
 )
 from lightning_shardckpt.errors import RankError, ShardCkptError
+from lightning_shardckpt.system.processes import host_id, start_time
 from lightning_shardckpt.system.text import one_line
 from lightning_shardckpt.system.threads import NoThreadError, Worker
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -87,9 +87,9 @@ class World:
         self.is_usable, self.gone, self.batch = True, dict[int, str](), (0, 0)
         self._looking = threading.RLock()  # reentrant: a signal handler may save
         self._processes, self._left = list[tuple[int, int, str]](), list[int]()  # rank, process and its start time
-        self._host = f"host/{_host_id()}"
+        self._host = f"host/{host_id()}"
         self._number = store.add(self._host, 1)
-        process = json.dumps([rank, os.getpid(), _start_time(os.getpid())])
+        process = json.dumps([rank, os.getpid(), start_time(os.getpid())])
         put_bytes(store, f"{self._host}/{self._number}", process.encode())
         self._run = self._run_count = 0  # 0 between runs
         self._epochs_over = 0  # in this run; a trial run and the run after it have epochs of the same number
@@ -231,7 +231,7 @@ class World:
             self._processes.append(tuple(json.loads(entry)))
         count = len(self._processes)
         checked = [self._processes[(self._number + i) % count] for i in range(min(count, _CHECKED))]
-        return {rank: pid for rank, pid, started in checked if started and _start_time(pid) != started}
+        return {rank: pid for rank, pid, started in checked if started and start_time(pid) != started}
 
     def _read_report(self, key: str, at_once: bool) -> str | None:
         report = get_if_set(self.store, key)
@@ -316,25 +316,6 @@ def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun:
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _host_id() -> str:
-    """Return a text that is equal for two processes if they can look each other up in /proc."""
-    with suppress(OSError):
-        if os.readlink("/proc/self") == str(os.getpid()):  # the /proc of this pid namespace
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-            return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
-    return uuid.uuid4().hex
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot: the system reuses ids. Empty if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _is_python(pid: int) -> bool:

@@ -78,8 +78,7 @@ class ObjectStore:
     def stat(self, key: str) -> ObjectStat:
         """Return the size and the tag of an object. Raises FileNotFoundError."""
         with self._call("looking at", key) as bucket:
-            found = bucket.head(key)
-        return ObjectStat(found["size"], {name: found[name] for name in ("e_tag", "version") if found.get(name)})
+            return _stat(bucket.head(key))
 
     def read(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``, which must exist."""
@@ -161,9 +160,13 @@ class ObjectStore:
 
         Empty ones may be markers of folders, as consoles make them.
         """
+        return {name: stat.size for name, stat in self.stats(folder).items()}
+
+    def stats(self, folder: str) -> dict[str, ObjectStat]:
+        """Return the sizes and tags of the objects below a folder by their names relative to it."""
         with self._call("listing", folder) as bucket:
             found = [*chain.from_iterable(bucket.list(folder))]
-        return {entry["path"].removeprefix(folder).removeprefix("/"): entry["size"] for entry in found}
+        return {entry["path"].removeprefix(folder).removeprefix("/"): _stat(entry) for entry in found}
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, many with one request; missing ones are no error."""
@@ -208,6 +211,10 @@ class ObjectStore:
                 message += "; the store does not permit it: check the credentials"
                 raise PermissionError(errno.EACCES, message) from error
             raise OSError(errno.EIO, message) from error
+
+
+def _stat(found: Any) -> ObjectStat:
+    return ObjectStat(found["size"], {name: found[name] for name in ("e_tag", "version") if found.get(name)})
 
 
 def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
@@ -442,7 +449,10 @@ class _FsspecBucket:
         """Yield the paths and sizes of the objects below a folder, in one chunk."""
         url, root = self._root + folder, self._root
         found = self._fs.find(url, detail=True) if self._fs.exists(url) else {}
-        yield [{"path": name.removeprefix(root).strip("/"), "size": i["size"] or 0} for name, i in found.items()]
+        yield [
+            {"path": name.removeprefix(root).strip("/"), "size": i["size"] or 0, "e_tag": str(i.get("created", ""))}
+            for name, i in found.items()
+        ]
 
     def delete(self, keys: Any) -> None:
         """Delete objects."""

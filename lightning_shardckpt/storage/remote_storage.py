@@ -33,6 +33,7 @@ from lightning_shardckpt.system.text import count_text, size_text
 
 _START_BYTES = 16 << 10  # of a file, which usually have its header
 _WINDOW_BYTES, _THREADS = 8 << 20, 8  # of downloads
+_APPENDS = 5  # attempts
 _DOWNLOAD_WAIT_S = 3600.0  # for another process of this machine that downloads the same file
 
 
@@ -86,11 +87,11 @@ class RemoteStorage:
             return [f"could not remove all files of the deleted checkpoint {path!r}: {error}"]
         return []
 
-    def list_complete(self, folder: str) -> list[str]:
-        """Return the URLs of the complete checkpoints directly below a folder."""
-        roots = [name for name in self._objects.sizes(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
-        names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in roots)
-        return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
+    def list_complete(self, folder: str) -> dict[str, str]:
+        """Return the URLs of the complete checkpoints directly below a folder, with the tags of their root indexes."""
+        found = sorted(self._objects.stats(self._objects.key(folder)).items())
+        roots = {n.removesuffix(f"/{ROOT_NAME}"): str(stat) for n, stat in found if n.endswith(f"/{ROOT_NAME}")}
+        return {f"{folder.rstrip('/')}/{name}": tag for name, tag in roots.items() if "/" not in name}
 
     def is_complete(self, path: str) -> bool:
         """Return True if a complete checkpoint is at the path."""
@@ -107,6 +108,37 @@ class RemoteStorage:
     def is_empty(self, path: str) -> bool:
         """Return True if no object is below the path."""
         return not any(self._objects.sizes(self._objects.key(path)).values())
+
+    def read_object(self, path: str) -> bytes:
+        """Return the content of the object at the path itself. Raises FileNotFoundError."""
+        return self._objects.read_json(self._objects.key(path))
+
+    def put_object(self, path: str, content: bytes) -> None:
+        """Write the object at the path itself."""
+        self._objects.upload(self._objects.key(path), [content])
+
+    def append_to_object(self, path: str, content: bytes) -> None:
+        """Add content that no other writer adds to the object at the path itself: it is written anew.
+
+        Raises:
+            FileExistsError: if others write it all the time.
+        """
+        key = self._objects.key(path)
+        for left in reversed(range(_APPENDS)):
+            old, tag = b"", None
+            with suppress(FileNotFoundError):
+                tag = self._objects.stat(key).tag
+                old = self._objects.read_json(key)
+            try:
+                self._objects.put(key, old + content, tag)
+                return
+            except FileExistsError:
+                if not left:
+                    raise
+
+    def names_below(self, path: str) -> list[str]:
+        """Return the names of the objects below the path."""
+        return [*self._objects.sizes(self._objects.key(path))]
 
     def delete_object(self, path: str) -> None:
         """Delete the object at the path itself."""

@@ -329,6 +329,7 @@ def execute(code: str, page: str, folder: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
     warnings.filterwarnings("ignore", "The dirpath has changed")  # the run under ddp keeps its checkpoints elsewhere
+    warnings.filterwarnings("ignore", "metrics of 1 checkpoint are not logged")  # nobody follows the run yet
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
 

@@ -28,7 +28,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "tools"},
     {"api", "lazy", "consolidate", "merging", "checkpoint_io"},
-    {"from_checkpoint", "resume_proof"},
+    {"callbacks", "from_checkpoint", "resume_proof"},
     {"strategy"},
     {"pytorch", "fabric", "cli", "lightning_cli"},
     {"__main__", "__init__"},
@@ -41,7 +41,7 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
-KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "resume_proof", "strategy", "pytorch"}
+KNOWS_LIGHTNING = {"compat", "callbacks", "checkpoint_io", "from_checkpoint", "resume_proof", "strategy", "pytorch"}
 KNOWS_LIGHTNING |= {"fabric", "lightning_cli"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python

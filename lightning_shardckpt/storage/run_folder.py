@@ -1,0 +1,257 @@
+"""The folder of a run's checkpoints, and the small files by which a training and its follower communicate.
+
+``evaluations.jsonl`` has a line for each evaluation of a checkpoint. Files in the folder ``.follow``:
+
+- ``follower``: the process that follows the run, the checkpoint that it evaluates, and until when this is valid.
+- ``remove-…``: a checkpoint that was deleted while it was evaluated, and the checksum of its root index. It is kept
+  until the evaluation is over; then the follower deletes it, or else the next deletion in the folder.
+- ``ended``: the training has ended.
+- ``logged``: a line for each evaluation that the training has logged.
+
+A checkpoint is not deleted under its evaluation: a deletion writes ``remove-…`` before it reads ``follower``, and the
+follower writes ``follower`` before it looks for ``remove-…``, so at least one of them sees the other. Nothing is
+written into a checkpoint. A folder that was never followed has none of these files, and costs a deletion one look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.value_checks import checksum
+from lightning_shardckpt.storage.posix import errors_with_path, make_directories, sync_directory
+from lightning_shardckpt.storage.protocol import read_all
+from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
+from lightning_shardckpt.storage.temporaries import output_file
+from lightning_shardckpt.system.processes import host_id, start_time
+
+HOLD_S, RENEW_S = 300.0, 60.0  # clocks of hosts may differ by the difference
+EVALUATIONS = "evaluations.jsonl"
+_FOLDER, _FOLLOWER, _ENDED, _LOGGED = ".follow", ".follow/follower", ".follow/ended", ".follow/logged"
+_REMOVE = "remove-"
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A process that follows a run.
+
+    Attributes:
+        host: see ``host_id``.
+        host_name: for messages.
+        pid: of the process.
+        started: see ``start_time``.
+        until: seconds since the epoch; a follower that is alive renews it.
+        checkpoint: the name of the checkpoint under evaluation.
+    """
+
+    host: str
+    host_name: str
+    pid: int
+    started: str
+    until: float
+    checkpoint: str | None
+
+    @classmethod
+    def this_process(cls, checkpoint: str | None) -> Follower:
+        """Return this process as a follower, from now on."""
+        pid, until = os.getpid(), time.time() + HOLD_S
+        return cls(host_id(), os.uname().nodename, pid, start_time(pid), until, checkpoint)
+
+    def is_same_process(self, other: Follower) -> bool:
+        """Return True if both are one process."""
+        return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
+
+    def is_alive(self) -> bool:
+        """Return False if the process is known to have ended, or has not renewed its entry in time."""
+        has_ended = self.host == host_id() and start_time(self.pid) != self.started
+        return not has_ended and time.time() < self.until
+
+
+class RunFolder:
+    """The folder of a run's checkpoints.
+
+    Args:
+        path: a directory, which may not exist yet, or a URL.
+        storage: with the options for URLs.
+
+    Raises:
+        ValueError: if nothing can be written there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
+        self.path, self._storage = absolute_path(path).rstrip("/"), storage
+        check_writable(self.path)
+        self._store = storage.remote(self.path) if is_url(self.path) else None
+
+    def exists(self) -> bool:
+        """Return True if the folder exists; one of an object store exists if there is an object in it."""
+        return os.path.isdir(self.path) if self._store is None else not self._store.is_empty(self.path)
+
+    def list_complete(self) -> dict[str, str]:
+        """Return the paths of the complete checkpoints in the folder, each with a text that changes with its content.
+
+        Links are left out: the checkpoints that they lead to are listed where they are.
+        """
+        if self._store is not None:
+            return self._store.list_complete(self.path)
+        found = dict[str, str]()
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    if not entry.name.startswith(".") and not entry.is_symlink():  # drafts begin with a dot
+                        root = os.stat(os.path.join(entry.path, ROOT_NAME))
+                        found[entry.path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
+        return found
+
+    # --- evaluations ---
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return what ``add_evaluations`` has added, without a line that was cut by a crash."""
+        found = list[dict[str, Any]]()
+        for line in (self._read(EVALUATIONS) or b"").splitlines():
+            with suppress(ValueError):
+                value = json.loads(line)
+                found += [value] if isinstance(value, dict) and "save_id" in value else []
+        return found
+
+    def add_evaluations(self, *evaluations: Mapping[str, Any]) -> None:
+        """Add lines to ``evaluations.jsonl``, which are durable on return. An object is written anew."""
+        self._append(EVALUATIONS, map(json.dumps, evaluations))
+
+    def logged(self) -> set[str]:
+        """Return what ``add_logged`` has added."""
+        return set((self._read(_LOGGED) or b"").decode(errors="replace").splitlines())
+
+    def add_logged(self, evaluations: Iterable[str]) -> None:
+        """Note evaluations that the training has logged."""
+        self._append(_LOGGED, evaluations)
+
+    # --- the follower and the end of the run ---
+
+    def follower(self) -> Follower | None:
+        """Return the process that follows the run, dead or alive."""
+        with suppress(ValueError, TypeError):  # it is empty, or of another version
+            return Follower(**json.loads(self._read(_FOLLOWER) or b""))
+        return None
+
+    def set_follower(self, follower: Follower | None) -> None:
+        """Write the process that follows the run, or that none does."""
+        if follower is None:
+            self._delete(_FOLLOWER)
+        else:
+            self._write(_FOLLOWER, asdict(follower))
+
+    def is_followed(self) -> bool:
+        """Return True if a process that is alive follows the run."""
+        follower = self.follower()
+        return follower is not None and follower.is_alive()
+
+    def has_ended(self) -> bool:
+        """Return True if the training says that it has ended."""
+        return self._read(_ENDED) is not None
+
+    def set_ended(self, has_ended: bool) -> None:
+        """Write that the training has ended, or that it goes on."""
+        if has_ended:
+            self._write(_ENDED, {"time": time.time()})
+        elif self.has_ended():
+            self._delete(_ENDED)
+
+    # --- deletions ---
+
+    def remove(self, path: str) -> list[str]:
+        """Delete a checkpoint in this folder, or have it deleted once its evaluation is over; return notes.
+
+        Raises:
+            CheckpointNotFoundError: if there is none.
+        """
+        if not self._names():
+            return self._storage.remove(path)
+        name = os.path.basename(path.rstrip("/"))
+        self._write(_request_of(name), {"checkpoint": name, "root": self._root_checksum(path)})
+        return self.remove_requested()
+
+    def is_requested(self, path: str) -> bool:
+        """Return True if the checkpoint at a path is to be deleted."""
+        return self._read(_request_of(os.path.basename(path))) is not None
+
+    def remove_requested(self) -> list[str]:
+        """Delete the checkpoints that are to be deleted, except one under evaluation; return notes."""
+        notes = list[str]()
+        for file in self._names():
+            content = self._read(f"{_FOLDER}/{file}") if file.startswith(_REMOVE) else None
+            request = json.loads(content or b"{}")
+            name = os.path.basename(str(request.get("checkpoint")))  # a name stays in the folder, whoever wrote it
+            if content is None or self._is_evaluated(name):
+                continue
+            path = f"{self.path}/{name}"
+            with suppress(CheckpointNotFoundError):
+                if self._root_checksum(path) == request["root"]:  # else another one was saved there
+                    notes += self._storage.remove(path)
+            self._delete(f"{_FOLDER}/{file}")
+        return notes
+
+    def _is_evaluated(self, name: str) -> bool:
+        follower = self.follower()
+        return follower is not None and follower.checkpoint == name and follower.is_alive()
+
+    def _root_checksum(self, path: str) -> str:
+        with closing(self._storage.open(path)) as reader:
+            return checksum(read_all(reader, ROOT_NAME))
+
+    # --- small files ---
+
+    def _names(self) -> list[str]:
+        if self._store is not None:
+            return self._store.names_below(f"{self.path}/{_FOLDER}")
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.listdir(f"{self.path}/{_FOLDER}")
+        return []
+
+    def _read(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if self._store is not None:
+                return self._store.read_object(f"{self.path}/{name}")
+            with open(f"{self.path}/{name}", "rb") as file:
+                return file.read()
+        return None
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        content = json.dumps(value).encode()
+        if self._store is not None:
+            self._store.put_object(f"{self.path}/{name}", content)
+            return
+        with output_file(f"{self.path}/{name}", overwrite=True) as (file, _):
+            os.write(file, content)
+
+    def _append(self, name: str, texts: Iterable[str]) -> None:
+        lines, path = "".join(f"{text}\n" for text in texts).encode(), f"{self.path}/{name}"
+        if self._store is not None:
+            self._store.append_to_object(path, lines)
+            return
+        make_directories(os.path.dirname(path))
+        with errors_with_path(path), open(path, "a+b", buffering=0) as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                lines = lines if file.read(1) == b"\n" else b"\n" + lines  # after a line that was cut
+            file.write(lines)
+            os.fsync(file.fileno())
+        sync_directory(os.path.dirname(path))
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            if self._store is not None:
+                self._store.delete_object(f"{self.path}/{name}")
+            else:
+                os.unlink(f"{self.path}/{name}")
+
+
+def _request_of(name: str) -> str:
+    return f"{_FOLDER}/{_REMOVE}{checksum(os.fsencode(name))}"

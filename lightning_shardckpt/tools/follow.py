@@ -1,0 +1,319 @@
+"""Run a command for each complete checkpoint of a training, ``shardckpt follow RUN_DIR -- python eval.py {}``.
+
+A checkpoint is complete if it has a root index, and is known by the id of its save, so a copy of it is not evaluated
+again. ``evaluations.jsonl`` beside the checkpoints says what was evaluated, to the next follower, too. Training and
+follower communicate by ``storage.run_folder`` alone: they may run on different machines, and end at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import IO, Any
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
+from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.storage.run_folder import HOLD_S, RENEW_S, Follower, RunFolder
+from lightning_shardckpt.system.threads import Worker
+from lightning_shardckpt.transfer.reader import Checkpoint
+
+LOOK_S, LOOK_AT_STORE_S = 5.0, 30.0  # a store lists all objects of all checkpoints
+GRACE_S = 10.0  # for an interrupted command to end
+_SETTLE_S = 1.0  # a deletion that did not see this follower is over by then
+_OUTPUT_S = 5.0  # for the rest of a command's output
+_LINE_BYTES = 1 << 20
+_COPY = re.compile(r"last\b.*")  # ModelCheckpoint(save_last=True) saves a second checkpoint of the same step
+# Starts a command that gets SIGTERM when this process ends, however it ends (1 is PR_SET_PDEATHSIG).
+_START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A complete checkpoint of a run."""
+
+    path: str
+    step: int | None
+    save_id: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return os.path.basename(self.path)
+
+
+class Run:
+    """The complete checkpoints of a run, and which of them are to be evaluated. A root index is read once per save.
+
+    Args:
+        path: the folder of the checkpoints, which may not exist yet, or its URL.
+        storage: with the options for URLs.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
+        self.folder, self._storage = RunFolder(path, storage), storage
+        self._known = dict[str, tuple[str, SavedStep | None]]()
+
+    def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[SavedStep]:
+        """Return the checkpoints without an evaluation, by step; each save once.
+
+        A ``last*`` is left out if its step was also saved under another name.
+        """
+        found = sorted(self._complete(), key=lambda one: (one.step or 0, one.path))
+        others = {one.step for one in found if not _COPY.match(one.name)}
+        others |= {one["step"] for one in evaluations if not _COPY.match(os.path.basename(one["path"]))}
+        done = {one["save_id"] for one in evaluations}
+        pending = {one.save_id: one for one in reversed(found) if not (_COPY.match(one.name) and one.step in others)}
+        return [one for one in found if pending.get(one.save_id) is one and one.save_id not in done]
+
+    def _complete(self) -> list[SavedStep]:
+        tags = self.folder.list_complete()
+        for path, tag in tags.items():
+            if self._known.get(path, ("", None))[0] != tag:
+                self._known[path] = tag, self._read(path)
+        return [saved for path in tags if (saved := self._known[path][1]) is not None]
+
+    def _read(self, path: str) -> SavedStep | None:
+        try:
+            with Checkpoint(self._storage, path) as checkpoint:
+                return SavedStep(path, checkpoint.root.step, checkpoint.root.save_id)
+        except CheckpointNotFoundError:  # deleted meanwhile
+            return None
+        except ShardCkptError as error:
+            _say(f"not evaluated: {error}")
+            return None
+
+
+def follow(
+    run_dir: str | os.PathLike[str],
+    command: Sequence[str],
+    *,
+    newest: bool = False,
+    once: bool = False,
+    interval_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> int:
+    """Run a command for each complete checkpoint of a run, in the order of steps, until the training has ended.
+
+    Each save is evaluated once, also if this process is started again; an evaluation that was interrupted is repeated.
+    A checkpoint under evaluation is not deleted by ``ShardCkptIO`` before the command has ended. The result is added to
+    ``evaluations.jsonl`` in the folder: path, step, save_id, start, seconds, exit status (negative for a signal), and
+    as metrics the last line of the output that is a JSON object.
+
+    Args:
+        run_dir: the folder of the checkpoints, such as ``dirpath`` of a ModelCheckpoint, or its URL. It may not exist
+            yet.
+        command: ``{}`` in its arguments becomes the path of the checkpoint. A script ``*.py`` runs in this Python.
+        newest: evaluate only the newest of several checkpoints that wait; record the others as skipped.
+        once: evaluate the checkpoints that are there, and don't wait for more.
+        interval_s: seconds between two looks for checkpoints: 5 by default, 30 for URLs.
+        storage_options: for URLs, by fsspec's names.
+
+    Returns:
+        How many commands failed. Ctrl-C ends the command, and returns.
+
+    Raises:
+        ValueError: if no argument has ``{}``, or nothing can be written to ``run_dir``.
+        FileNotFoundError: if there is no such program.
+        OSError: if an evaluation can't be recorded.
+        RankError: if another process has begun to follow the run, since this one was stopped for minutes.
+    """
+    if not any("{}" in argument for argument in command):
+        raise ValueError(f"the command {shlex.join(command)!r} needs {{}} in the place of the checkpoint's path")
+    command = [sys.executable, *command] if command[0].endswith(".py") else command
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]!r} to run")
+    run = Run(run_dir, StorageRouter(storage_options=storage_options))
+    look_s = interval_s or (LOOK_AT_STORE_S if is_url(run.folder.path) else LOOK_S)
+    following = _Following(run, command, newest=newest, once=once)
+    with suppress(KeyboardInterrupt), following.held(look_s):
+        while (pending := following.look()) is not None:
+            if pending:
+                following.evaluate(pending)
+            else:
+                time.sleep(look_s)
+    return following.failures
+
+
+class _Following:
+    """The state of ``follow``: this process holds the run while it evaluates one checkpoint after the other."""
+
+    def __init__(self, run: Run, command: Sequence[str], *, newest: bool, once: bool) -> None:
+        self._folder, self._run, self._command, self._newest, self._once = run.folder, run, command, newest, once
+        self._evaluations = list[dict[str, Any]]()
+        self._self = Follower.this_process(None)
+        self._first: str | None = None  # the checkpoint whose evaluation was interrupted
+        self._renewed, self._has_looked, self._is_replaced = 0.0, False, False
+        self.failures = 0
+
+    @contextmanager
+    def held(self, look_s: float) -> Iterator[None]:
+        """Be the follower of the run, as soon as the folder exists and no other process is."""
+        reason = None
+        while (now := self._reason_to_wait()) is not None:
+            if self._once:
+                raise CheckpointNotFoundError(now)
+            if reason != now:
+                _say(now)
+            reason = now
+            time.sleep(look_s)
+        before = self._folder.follower()
+        try:
+            self._first = None if before is None else before.checkpoint
+            self._hold(self._first)  # a deletion that was requested meanwhile still waits
+            time.sleep(_SETTLE_S)
+            self._evaluations = self._folder.evaluations()
+            if not self._newest:
+                self._evaluations = [one for one in self._evaluations if "status" in one]
+            yield
+        finally:
+            if not self._is_replaced:
+                with suppress(OSError):
+                    self._release()
+                    self._folder.set_follower(None)
+
+    def _reason_to_wait(self) -> str | None:
+        if not self._folder.exists():
+            return f"no run to follow: the folder {self._folder.path!r} does not exist yet"
+        if (other := self._folder.follower()) is None or not other.is_alive():
+            return None
+        return (
+            f"process {other.pid} of {other.host_name!r} follows {self._folder.path!r} already. If it was killed on "
+            f"another machine, this is known after {HOLD_S / 60:.0f} minutes"
+        )
+
+    def _hold(self, checkpoint: str | None) -> None:
+        self._self, self._renewed = Follower.this_process(checkpoint), time.monotonic()
+        self._folder.set_follower(self._self)
+
+    def _release(self) -> None:
+        self._hold(None)
+        for note in self._folder.remove_requested():
+            _say(note)
+
+    def _renew(self) -> None:
+        """Tell the training that this process is alive, once a minute."""
+        if time.monotonic() - self._renewed < RENEW_S:
+            return
+        other = self._folder.follower()
+        if other is not None and not self._self.is_same_process(other):
+            self._is_replaced = True
+            raise RankError(f"process {other.pid} of {other.host_name!r} has begun to follow {self._folder.path!r}")
+        self._hold(self._self.checkpoint)
+
+    def look(self) -> list[SavedStep] | None:
+        """Return the checkpoints that wait; None if there will be no more. After an error of a store, look again."""
+        try:
+            self._renew()
+            is_over = self._once or self._folder.has_ended()  # before the look, so that nothing is saved after it
+            pending = self._run.pending(self._evaluations)
+        except OSError as error:
+            if not self._has_looked:
+                raise
+            _say(f"looking again: {error}")
+            return []
+        self._has_looked = True
+        return None if is_over and not pending else pending
+
+    def evaluate(self, pending: list[SavedStep]) -> None:
+        """Evaluate the first checkpoint of several, or skip all but the newest."""
+        if self._newest and len(pending) > 1:
+            self._record(*({**_about(one), "skipped": True} for one in pending[:-1]))
+            pending = pending[-1:]
+        self._evaluate(next((one for one in pending if one.name == self._first), pending[0]))
+
+    def _evaluate(self, saved: SavedStep) -> None:
+        self._first = None
+        self._hold(saved.name)
+        try:
+            if self._folder.is_requested(saved.path):
+                time.sleep(_SETTLE_S)
+            if saved not in self._run.pending(self._evaluations):  # deleted or replaced meanwhile
+                return
+            command = [argument.replace("{}", saved.path) for argument in self._command]
+            _say(f"step {saved.step}: {shlex.join(command)}")
+            start, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+            status, metrics = self._execute(command)
+            seconds = round(time.monotonic() - began, 3)
+            about = {**_about(saved), "start": start, "seconds": seconds, "status": status, "metrics": metrics}
+            self._record(about)
+            self.failures += status != 0
+            _say(f"step {saved.step}: {'done' if status == 0 else f'failed with status {status}'} in {seconds:.0f} s")
+        finally:
+            if not self._is_replaced:
+                self._release()
+
+    def _record(self, *evaluations: dict[str, Any]) -> None:
+        self._folder.add_evaluations(*evaluations)
+        self._evaluations += evaluations
+
+    def _execute(self, command: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
+        """Run a command; return its exit status and the last JSON object that it printed."""
+        found = list[dict[str, Any]]()
+        with subprocess.Popen(
+            [sys.executable, "-IS", "-c", _START, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that it gets one signal, and ends with all that it has started
+        ) as process:
+            assert process.stdout is not None
+            output = Worker(partial(_pass_on, process.stdout, found), name="shardckpt-output", daemon=True)
+            try:
+                output.start()
+                while process.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(RENEW_S)
+                    try:
+                        self._renew()
+                    except OSError as error:  # the next attempt is in time, too
+                        _say(f"not renewed: {error}")
+            except BaseException:
+                _interrupt(process)
+                raise
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                output.has_ended(_OUTPUT_S)
+        return process.returncode, found[-1] if found else None
+
+
+def _about(saved: SavedStep) -> dict[str, Any]:
+    return {"path": saved.path, "step": saved.step, "save_id": saved.save_id}
+
+
+def _pass_on(output: IO[bytes], found: list[dict[str, Any]]) -> None:
+    """Print the output of a command, and keep its last JSON object."""
+    is_open = True
+    for line in iter(partial(output.readline, _LINE_BYTES), b""):
+        if is_open:
+            try:
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
+            except (OSError, ValueError):  # whoever reads it is gone: the command goes on
+                is_open = False
+        with suppress(ValueError):
+            value = json.loads(line) if line.lstrip().startswith(b"{") else None
+            found[:] = found if value is None else [value]
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a command; wait for a while until it ends."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(GRACE_S)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
