@@ -26,7 +26,6 @@ from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_mod
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.model_names import has_weights_only
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, Pickled, lost_values
@@ -107,7 +106,7 @@ def _has_weights_alone(path: str, storage: StorageRouter) -> bool:
     """Return True if the checkpoint holds weights of another program or a state dict, not a LightningModule's names."""
     source, _ = open_source(path, storage)
     with closing(source):
-        return has_weights_only(source) or "model" not in source.components()
+        return source.has_weights_only() or "model" not in source.components()
 
 
 def _load_weights(

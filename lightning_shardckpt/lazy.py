@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import COMPONENTS, TensorSpec
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source

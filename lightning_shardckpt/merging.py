@@ -21,8 +21,8 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import ROOT_NAME, Component
+from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.plan import TensorBytes
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.key_mapping import rename

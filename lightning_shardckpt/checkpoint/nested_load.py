@@ -22,7 +22,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names, parameters_of
-from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
+from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import copy_slice
@@ -205,7 +205,7 @@ class NestedLoad:
             move = partial(_move_prefix, prefixes=moved)
             source, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=used)
             problems += more
-        if prefixes and has_weights_only(source):
+        if prefixes and source.has_weights_only():
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}
             source, _, more, _ = fit_names(source, objects.root, names)
             problems += more

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec, root_from_json, root_to_json
-from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, join_holders
+from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, Shape, join_holders
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor

@@ -13,8 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
+from lightning_shardckpt.format.layout import MAX_RANKS, Axis, Box, DimShard, Holders, Layout, Shape
 from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_header_type
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,

@@ -17,12 +17,13 @@ from operator import sub
 from typing import NamedTuple, Protocol
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.layout import (
+    Box,
     Holders,
     Layout,
     Part,
+    Shape,
     find_unheld_shards,
     parts_of_shard,
     replicas,

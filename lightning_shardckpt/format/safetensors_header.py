@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     MAX_JSON_BYTES,

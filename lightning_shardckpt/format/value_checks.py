@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.layout import Shape
 
 _DTYPES = {
     "F64": (8, "float64"),

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import (
     bytes_in,
     check_file_name,
@@ -53,7 +53,7 @@ from lightning_shardckpt.sources.torch_save import source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
-from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 META = "meta.pt"

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_file_name, check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL, find_deepspeed_directory
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
 from lightning_shardckpt.sources.torch_save import map_file, source_of_dicts
 from lightning_shardckpt.state.tensor_bytes import DTYPES, dtype_name
-from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalReader
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = {

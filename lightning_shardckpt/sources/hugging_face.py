@@ -13,12 +13,12 @@ from contextlib import closing
 from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header, starts_of
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
-from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.system.text import list_some
 

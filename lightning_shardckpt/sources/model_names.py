@@ -27,27 +27,14 @@ from lightning_shardckpt.compat.transformers import (
     patterns_that_may_be_unexpected,
 )
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, ListedTensor, Source, list_tensors
-from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft import added_names, live_names_in_file
-from lightning_shardckpt.state.state_dicts import VERSION
-
-
-def has_weights_only(source: Source) -> bool:
-    """Return whether a source has only weights from another program, whose names may differ from the model's.
-
-    Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
-    """
-    stored = source.original or source
-    if stored.root is not None or stored.document("optimizer") is not None:
-        return False
-    return "model" in stored.components() and VERSION not in stored.trainer(refuse_tensor)
 
 
 class FittedSource(NamedTuple):

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_shardckpt.compat.dtensor import shape_of
-from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory

@@ -13,13 +13,12 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
-from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 from lightning_shardckpt.format.index import Component, RootIndex, ShardEntry, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Part
+from lightning_shardckpt.format.layout import REPLICATED, Box, Part, Shape, find_cover_error
 from lightning_shardckpt.format.plan import ByteRuns, Overlap, byte_runs, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
-from lightning_shardckpt.state.state_dicts import add_versions
+from lightning_shardckpt.state.state_dicts import VERSION, add_versions
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import Request
@@ -88,6 +87,16 @@ class Source:
     ) -> list[Request]:
         """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
         return self.table[component][key].requests(parts, shape, memory)
+
+    def has_weights_only(self) -> bool:
+        """Return whether this has only weights from another program, whose names may differ from the model's.
+
+        Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
+        """
+        stored = self.original or self
+        if stored.root is not None or stored.document("optimizer") is not None:
+            return False
+        return "model" in stored.components() and VERSION not in stored.trainer(lambda key: None)
 
     def with_names(self, table: Tables, aliases: Aliases, documents: Mapping[str, Any]) -> Source:
         """Return the source with other tables, aliases and documents in place of its own, by component and role."""

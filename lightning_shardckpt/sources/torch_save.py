@@ -16,7 +16,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.value_checks import bytes_in, shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.state.documents import FROZEN, check_document
@@ -26,7 +26,7 @@ from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts, versions_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
-from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 _HELD_TENSORS = 2  # two threads are rarely further apart

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
 from lightning_shardckpt.state.peft import adapters_from_json
 from lightning_shardckpt.transfer.reader import Checkpoint

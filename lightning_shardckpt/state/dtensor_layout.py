@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.dtensor import StridedShard, new_dtensor, sibling_ranks, spec_of
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout, Part, Shape, parts_of_rank
 from lightning_shardckpt.state import tensor_bytes
 
 

@@ -13,8 +13,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, find_cover_error
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.layout import Box, find_cover_error
 from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import TORCH_NAMES
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS

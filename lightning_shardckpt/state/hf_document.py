@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_shardckpt.compat.torch_modules import buffer_slots, non_persistent_buffers
 from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
 from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function
-from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.layout import Shape
 from lightning_shardckpt.format.value_checks import check_json_size
 from lightning_shardckpt.state.hf_directory import NamedBoxes
 

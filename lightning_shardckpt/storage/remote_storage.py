@@ -25,7 +25,7 @@ from lightning_shardckpt.format.index import (
     read_prefix,
 )
 from lightning_shardckpt.format.value_checks import checksum
-from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.object_store import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.posix import locked, make_directories, write_at
 from lightning_shardckpt.storage.protocol import Bytes, Reader, names_of_save, read_all

@@ -51,7 +51,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.sources.key_mapping import map_names
-from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
+from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.storage.router import file_path, is_url
@@ -307,7 +307,7 @@ class RunCheckpoints:
 
         def fit_source(source: Source) -> tuple[Source, list[str]]:
             source, problems = map_names(source, io.key_mapping)
-            if has_weights_only(source):
+            if source.has_weights_only():
                 source, _, more, _ = fit_names(source, module, names)
                 problems += more
             if optimizers is not None and source.document("optimizer") is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.open_source import open_source

@@ -20,9 +20,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import COMPONENTS, ROOT_NAME, TensorSpec
-from lightning_shardckpt.format.layout import Layout, Part, as_holders, parts_of_shard, replicas, shards_meeting
+from lightning_shardckpt.format.layout import (
+    Box,
+    Layout,
+    Part,
+    Shape,
+    as_holders,
+    parts_of_shard,
+    replicas,
+    shards_meeting,
+)
 from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.open_source import open_checkpoint

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
-from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.value_checks import parse_json, shown
 from lightning_shardckpt.sources.open_source import open_checkpoint

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.layout import Box, Part, Shape
 from lightning_shardckpt.storage.posix import begin_writeback, write_at
 from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.threads import run_tasks

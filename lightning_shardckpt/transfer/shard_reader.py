@@ -18,9 +18,8 @@ from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.format.box import Box, Shape, iterate_indices
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry, TensorSpec
-from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.layout import Box, Part, Shape, iterate_indices
 from lightning_shardckpt.format.plan import ByteRuns
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum_blocks, slice_checksums
 from lightning_shardckpt.storage.protocol import Reader

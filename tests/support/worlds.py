@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy
 
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.layout import Axis, Box, DimShard, Layout, Part, Shape, parts_of_rank
 from lightning_shardckpt.format.plan import Piece, byte_runs, plan_load, plan_save
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.storage.protocol import Storage

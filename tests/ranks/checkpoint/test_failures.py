@@ -24,8 +24,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.state.model import WholeNames, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local_reader import LocalReader
-from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalDraft, LocalReader, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape, find_cover_error
+from lightning_shardckpt.format.layout import Box, Shape, find_cover_error
 
 SHAPES: list[Shape] = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (2, 3, 2), (2, 1, 3), (2, 0, 3)]
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum

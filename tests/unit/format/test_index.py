@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import (
     Component,
     FileInfo,
@@ -26,7 +25,7 @@ from lightning_shardckpt.format.index import (
     root_to_json,
     shard_file_name,
 )
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout
+from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum
 from tests.support.worlds import mesh
 

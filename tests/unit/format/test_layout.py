@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import (
     MAX_BLOCKS,
     MAX_RANKS,
     REPLICATED,
     Axis,
+    Box,
     DimShard,
     Holders,
     Layout,
+    Shape,
     as_holders,
     find_unheld_shards,
     join_holders,

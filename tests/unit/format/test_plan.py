@@ -13,10 +13,9 @@ import pytest
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format import layout as layout_module
 from lightning_shardckpt.format import plan as plan_module
-from lightning_shardckpt.format.box import Shape, find_cover_error
 from lightning_shardckpt.format.index import Component as IndexComponent
 from lightning_shardckpt.format.index import RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, Shape, find_cover_error, parts_of_rank
 from lightning_shardckpt.format.plan import (
     SPLIT_BYTES,
     Piece,

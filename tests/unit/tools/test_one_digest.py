@@ -17,9 +17,8 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.local_storage import LocalStorage

@@ -12,7 +12,6 @@ import numpy
 import pytest
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError, StateError
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import (
     MAX_BLOCK_BYTES,
     ROOT_NAME,
@@ -20,7 +19,7 @@ from lightning_shardckpt.format.index import (
     rank_index_from_json,
     root_from_json,
 )
-from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum, checksum_blocks
