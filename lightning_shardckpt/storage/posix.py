@@ -24,7 +24,7 @@ EXCHANGE, NO_REPLACE = 2, 1
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
-_BUFFER_BYTES = 1 << 20  # for small parts; larger ones are not copied
+_BUFFER_BYTES = 128 << 10  # for small parts; less than a call, so that larger parts are not copied
 _WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -148,7 +148,11 @@ def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
     dirty_bytes = 0
     with errors_with_path(path), open(path, "xb", buffering=_BUFFER_BYTES) as file:
         for part in parts:
-            file.write(part)
+            if len(part) <= _CALL_BYTES:
+                file.write(part)
+            else:
+                for at in range(0, len(part), _CALL_BYTES):
+                    file.write(part[at : at + _CALL_BYTES])
             dirty_bytes += len(part)
             if sync and dirty_bytes >= _WRITEBACK_BYTES:
                 begin_writeback(file.fileno())
