@@ -38,10 +38,3 @@ def loader_of_fabric(value: object) -> object:
     return value._dataloader if type(value).__name__ == "_FabricDataLoader" else value  # type: ignore[attr-defined]
 
 
-def fabric_forward(module: nn.Module | None) -> nn.Module | None:
-    """Return the result of ``Strategy.setup_module`` in a module from Fabric's ``setup``; other modules unchanged.
-
-    Relies on the attribute ``_forward_module``.
-    """
-    forward: nn.Module | None = getattr(module, "_forward_module", module)
-    return forward

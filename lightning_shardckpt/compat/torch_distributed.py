@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store, _object_to_tensor, _tensor_to_object
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_shardckpt.system.tensor_digest import byte_view
 
@@ -130,17 +130,6 @@ def _watched(
         return original(*args, **kwargs)
 
     return call
-
-
-def pickle_to_tensors(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pickle an object into tensors of its bytes (uint8) and their number (int64), like ``broadcast_object_list``."""
-    content, count = _object_to_tensor(value, device, group)  # type: ignore[no-untyped-call]
-    return content, count
-
-
-def unpickle_tensors(content: Tensor, count: Tensor, group: dist.ProcessGroup) -> Any:
-    """Return the object of tensors from `pickle_to_tensors`."""
-    return _tensor_to_object(content, count, group)  # type: ignore[no-untyped-call]
 
 
 # ── process groups ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ of the same ranks is created. Only the main thread communicates here.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,8 +21,6 @@ from lightning_shardckpt.compat.torch_distributed import (
     all_gather_single,
     backend_name,
     group_of_name,
-    pickle_to_tensors,
-    unpickle_tensors,
 )
 from lightning_shardckpt.distributed.world import current_world, find_lost, is_collective_failure, raise_if_lost
 from lightning_shardckpt.errors import RankError
@@ -183,6 +182,17 @@ def _reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         work.wait()  # only the stream waits
 
 
+def pickle_to_tensors(value: Any) -> tuple[Tensor, Tensor]:
+    """Pickle an object into tensors of its bytes (uint8) and their number (int64), for other ranks of this run."""
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return content, torch.tensor([content.numel()])
+
+
+def unpickle_tensor(content: Tensor) -> Any:
+    """Return the object of bytes from `pickle_to_tensors`, after which other bytes may follow."""
+    return pickle.loads(content.numpy().data)
+
+
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of one rank, pickled and unpickled on the others.
 
@@ -197,12 +207,12 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     if group.size() == 1:
         return value
     is_source, ranks = group.rank() == source, [dist.get_global_rank(group, source)]
-    content, count = pickle_to_tensors(value if is_source else None, group, torch.device("cpu"))
+    content, count = pickle_to_tensors(value if is_source else None)
     wait_for(dist.broadcast(count, group=group, group_src=source, async_op=True), "a broadcast", ranks)
     if not is_source:
         content = torch.empty(int(count), dtype=torch.uint8)
     wait_for(dist.broadcast(content, group=group, group_src=source, async_op=True), "a broadcast", ranks)
-    return value if is_source else unpickle_tensors(content, count, group)
+    return value if is_source else unpickle_tensor(content)
 
 
 def on_device(numbers: Sequence[complex], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -14,7 +14,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer
@@ -86,9 +85,9 @@ class ShardedForward(nn.Module):
 
 def get_sharded(module: nn.Module | None) -> ShardedModule | None:
     """Return the sharded module of the result of ``fabric.setup``, or of its forward; None for other modules."""
-    forward = fabric_forward(module)
-    sharded = None if forward is None else forward.__dict__.get("sharded")
-    return sharded if isinstance(sharded, ShardedModule) else None
+    inside = () if module is None else (module, *module.children())
+    forward = next((one for one in inside if isinstance(one, ShardedForward)), None)
+    return None if forward is None else cast(ShardedModule, forward.__dict__["sharded"])
 
 
 class BackwardSyncControl:

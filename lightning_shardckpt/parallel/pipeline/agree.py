@@ -18,8 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.compat.pytree import tree_map
-from lightning_shardckpt.compat.torch_distributed import pickle_to_tensors, unpickle_tensors
-from lightning_shardckpt.distributed.host_numbers import HostCopy, gather_numbers, on_device
+from lightning_shardckpt.distributed.host_numbers import (
+    HostCopy,
+    gather_numbers,
+    on_device,
+    pickle_to_tensors,
+    unpickle_tensor,
+)
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
@@ -112,7 +117,7 @@ def agree_on_report(
     if size > content.numel():
         content = own[0] if own else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(content, group=group, group_src=source)
-    return unpickle_tensors(content, torch.tensor([size]), group), table[:, 0].tolist()
+    return unpickle_tensor(content), table[:, 0].tolist()
 
 
 PickledReport = tuple[Tensor, Tensor]
@@ -126,7 +131,7 @@ def pickle_report(value: Any, group: dist.ProcessGroup) -> PickledReport:
         UnsupportedCodeError: if it cannot be pickled.
     """
     try:
-        return pickle_to_tensors(value, group, torch.device("cpu"))
+        return pickle_to_tensors(value)
     except Exception as error:
         raise UnsupportedCodeError(
             "a pipelined step sends its output, its logged values and changed attributes to the other pipeline stages, "

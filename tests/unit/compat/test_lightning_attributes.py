@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.lightning_attributes import (
-    fabric_forward,
     fabric_original,
     loader_of_fabric,
     override_methods,
@@ -22,8 +21,7 @@ from tests.support.boring import trainer
 def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:
     module = nn.Linear(2, 2)
     found = Fabric(accelerator="cpu", devices=1).setup(module)
-    assert fabric_original(found) is module and fabric_forward(found) is module  # this strategy wraps nothing
-    assert fabric_original(module) is None and fabric_forward(module) is module and fabric_forward(None) is None
+    assert fabric_original(found) is module and fabric_original(module) is None
 
 
 def test_what_setup_dataloaders_returns_leads_to_the_loader_that_it_was_given() -> None:

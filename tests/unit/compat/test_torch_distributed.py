@@ -19,9 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from lightning_shardckpt.compat.torch_distributed import (
     actions_of,
     has_order,
-    pickle_to_tensors,
     torch_schedule,
-    unpickle_tensors,
     watch_collectives,
 )
 
@@ -56,15 +54,6 @@ def test_an_error_of_the_watcher_stops_the_collective_and_everything_is_restored
     with pytest.raises(ValueError, match="all_reduce"), watch_collectives(refuse):
         dist.all_reduce(tensor)
     assert dist.all_reduce is original
-
-
-def test_an_object_comes_back_from_its_bytes(alone: dist.ProcessGroup) -> None:
-    value = {"a": [1, "two"], "b": torch.arange(3)}
-    content, count = pickle_to_tensors(value, alone, torch.device("cpu"))
-    assert (content.dtype, count.dtype, count.item()) == (torch.uint8, torch.int64, content.numel())
-    padded = torch.cat([content, torch.zeros(5, dtype=torch.uint8)])
-    found = unpickle_tensors(padded, count, alone)
-    assert found["a"] == value["a"] and torch.equal(found["b"], torch.arange(3))
 
 
 def test_every_collective_of_this_torch_is_watched() -> None:
