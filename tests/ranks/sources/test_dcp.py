@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
@@ -169,25 +168,6 @@ def test_what_would_have_to_be_executed_is_read_only_if_the_user_says_so(
         assert run_ranks(1, resume_with, str(path), tiny.EXECUTES) == [2]
 
 
-def save_as_last(folder: str, path: str) -> tuple[int, int]:
-    """Resume from the "last" one where Lightning's checkpoint and an older one of ours lie; then save there, too."""
-    saving = {"enable_checkpointing": True, "max_steps": 4}
-    callback = ModelCheckpoint(folder, save_top_k=0)
-    older = other_programs.trainer("ours", max_steps=1)
-    older.fit(other_programs.Net(), other_programs.loader())
-    older.save_checkpoint(f"{folder}/older.ckpt")
-    shutil.copytree(path, f"{folder}/newer.ckpt")
-    os.utime(f"{folder}/newer.ckpt/.metadata")
-    module = other_programs.Net()
-    run = other_programs.trainer("ours", callbacks=[callback, other_programs.Counts()], **saving)
-    run.fit(module, other_programs.loader(), ckpt_path="last")
-    return len(module.losses), run.global_step
-
-
-def test_last_finds_lightnings_checkpoints_by_their_step(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    assert run_ranks(1, save_as_last, str(tmp_path), str(made[0] / "fsdp.ckpt")) == [(2, 4)]
-
-
 @pytest.mark.slow
 def test_a_plain_file_of_lightnings_strategy_resumes_on_any_topology(tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
@@ -280,24 +260,3 @@ def test_lightnings_directory_is_neither_removed_nor_overwritten(
     assert sorted(os.listdir(path)) == sorted(os.listdir(made[0] / "fsdp.ckpt"))
 
 
-class Validated(other_programs.Net):
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("loss", self.training_step(batch, index), sync_dist=True)
-
-
-def validate(paths: list[str]) -> list[float]:
-    found = []
-    for path in paths:
-        run = other_programs.trainer("ours", callbacks=[other_programs.Counts()])
-        found += run.validate(Validated(), other_programs.loader(shuffle=False), ckpt_path=path, verbose=False)
-    return [one["loss"] for one in found]
-
-
-@pytest.mark.slow
-def test_validation_needs_no_trainers_state(
-    made: tuple[Path, dict[str, Any]], others: tuple[Path, dict[str, Any]]
-) -> None:
-    names = ["fabric", "step3", "step3-flat", "bare"]
-    paths = [*(str(made[0] / f"{name}.ckpt") for name in WRITERS), *(str(others[0] / name) for name in names)]
-    first, second, *rest_of_them = run_ranks(2, validate, paths)[0]
-    assert first == second and len(set(rest_of_them)) == 1 and first != rest_of_them[0]

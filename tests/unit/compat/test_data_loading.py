@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -125,17 +124,6 @@ def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() ->
     assert type(given.batch_sampler) is BatchSampler
 
 
-class WithoutLength(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_a_sampler_tells_the_rows_of_a_dataset_without_a_length() -> None:
-    loader = DataLoader(WithoutLength(), sampler=RandomSampler(range(4)))
-    with show_samplers(loader):
-        assert sorted(loader.sampler) == [0, 1, 2, 3] and not isinstance(loader.sampler, RandomSampler)
-
-
 @pytest.mark.parametrize("own", [None, GENERATOR], ids=["of the process", "its own generator"])
 def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_drawn(own: Any) -> None:
     GENERATOR.manual_seed(4)
@@ -143,7 +131,7 @@ def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_draw
     for rank in range(2):
         few = RandomSampler(range(99), num_samples=8, generator=own)
         sampler = DistributedSamplerWrapper(few, 2, rank, shuffle=False)
-        assert last_order(sampler) is None
+        assert last_order(sampler) is None and wrapped_sampler(sampler) is few and own_generator(sampler) is own
         draw_orders_by_epoch(DataLoader(range(99), sampler=sampler))  # type: ignore[arg-type]  # a Sequence does
         torch.manual_seed(rank)
         before = torch.get_rng_state(), GENERATOR.get_state()
@@ -160,8 +148,3 @@ def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_draw
     assert last_order(plain) is None and sampler_of(DataLoader(range(11), sampler=plain)) is plain  # type: ignore[arg-type]
 
 
-def test_sampler_of_the_user_and_its_generator_are_found() -> None:
-    wrapper = DistributedSamplerWrapper(SUBSET, num_replicas=2, rank=0)
-    assert wrapped_sampler(wrapper) is SUBSET and own_generator(wrapper) is GENERATOR
-    plain = KINDS["shuffled"](num_replicas=2, rank=0)
-    assert wrapped_sampler(plain) is None and own_generator(plain) is None

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
-from lightning.fabric.wrappers import _FabricModule
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
@@ -73,22 +72,6 @@ def test_a_backward_is_allowed_only_within() -> None:
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         model(torch.ones(1, 2)).sum().backward()
-
-
-def test_fabric_asks_the_backward_sync_control() -> None:
-    asked: list[bool] = []
-
-    class Control:
-        def no_backward_sync(self, module: Any, enabled: bool) -> Any:
-            asked.append(enabled)
-            return torch.no_grad()
-
-    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
-    model = _FabricModule(torch.nn.Linear(2, 1), fabric.strategy)
-    fabric.strategy._backward_sync_control = Control()  # type: ignore[assignment]  # by its one method
-    with fabric.no_backward_sync(model):
-        assert not torch.is_grad_enabled()
-    assert asked == [True]
 
 
 def batches_of_given() -> list[list[list[int]]]:

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat import lightning_loops as compat
@@ -19,23 +18,11 @@ from tests.support.tiny import EXECUTES
 
 def test_loaders_are_those_that_training_draws_from(tmp_path: Path) -> None:
     loader = batches(2)
+    assert compat.is_stateful(torch.nn.Linear(1, 1)) and not compat.is_stateful(loader)
     before = Asks("setup", lambda run: compat.train_loaders(run))
     during = Asks("on_train_start", lambda run: (compat.train_loaders(run), compat.cycles_loaders(run)))
     trainer(tmp_path, before, during).fit(BoringModel(), loader)
     assert before.found == [[]] and during.found == [([loader], True)]  # Lightning's default mode cycles
-
-
-class Pairs(BoringModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0], batch_idx)
-
-
-def test_a_shorter_loader_may_cycle(tmp_path: Path) -> None:
-    asks = Asks("on_train_start", compat.cycles_loaders)
-    for mode in ("max_size_cycle", "min_size"):
-        trainer(tmp_path, asks).fit(Pairs(), CombinedLoader([batches(2), batches(4)], mode))  # type: ignore[arg-type]
-    assert asks.found == [True, False]
-
 
 
 def test_loaders_begin_when_they_are_told(tmp_path: Path) -> None:
@@ -71,10 +58,6 @@ def test_an_evaluation_over_a_stream_knows_its_last_batch(tmp_path: Path) -> Non
         assert lengths.found == [[number]] and asks.found == (ends or [None, None])
 
 
-def test_a_loader_with_both_methods_is_stateful() -> None:
-    assert compat.is_stateful(torch.nn.Linear(1, 1)) and not compat.is_stateful(batches(1))
-
-
 def test_where_an_epoch_and_a_run_end(tmp_path: Path) -> None:
     asks = Asks("on_train_batch_end", lambda run: (compat.is_last_batch(run), compat.ends_within_epoch(run)))
     trainer(tmp_path, asks, max_steps=5, limit_val_batches=0).fit(BoringModel(), batches(3))
@@ -99,12 +82,6 @@ def test_the_end_of_an_epoch_is_seen_before_its_validation(tmp_path: Path) -> No
         undone.pop()()
         assert not {"on_advance_end"} & {*vars(run.fit_loop), *vars(run.fit_loop.epoch_loop)}
         found.clear()
-
-
-def test_whether_optimizers_step(tmp_path: Path) -> None:
-    asks = Asks("on_train_batch_end", compat.is_accumulating)
-    trainer(tmp_path, asks, accumulate_grad_batches=2).fit(BoringModel(), batches(4))
-    assert asks.found == [True, False, True, False]
 
 
 def test_a_step_can_be_taken_back_in_what_a_checkpoint_has_of_a_loop(tmp_path: Path) -> None:
@@ -147,18 +124,6 @@ def test_the_broadcast_before_every_batch_can_be_left_out(tmp_path: Path) -> Non
     undo()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
     undo()
-
-
-def test_a_run_that_stops_would_not_validate_though_lightning_does(tmp_path: Path) -> None:
-    found: list[bool] = []
-
-    def stop(run: pl.Trainer) -> None:
-        run.should_stop = True
-        found.append(compat.would_validate(run, run.fit_loop._data_fetcher))
-        found.append(run.should_stop)
-
-    trainer(tmp_path, Asks("on_train_batch_end", stop), max_steps=4).fit(BoringModel(), batches(4))
-    assert found == [False, True]
 
 
 class Fails(BoringModel):
@@ -245,3 +210,9 @@ def test_a_validation_that_was_done_is_skipped_without_drawing_random_numbers(tm
     run = trainer(tmp_path, Asks("on_train_start", go_on), first, validated, **options)
     run.fit(BoringModel(), batches(4), Noisy(RandomDataset(32, 1)), ckpt_path=str(path), **EXECUTES)
     assert validated.found == [4] and torch.equal(states[0], states[1])
+
+
+def test_whether_optimizers_step(tmp_path: Path) -> None:
+    asks = Asks("on_train_batch_end", compat.is_accumulating)
+    trainer(tmp_path, asks, accumulate_grad_batches=2).fit(BoringModel(), batches(4))
+    assert asks.found == [True, False, True, False]

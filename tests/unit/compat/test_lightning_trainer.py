@@ -91,21 +91,6 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path / "a.ckpt")
 
 
-class WithSize(BoringModel):
-    def __init__(self, size: int = 1) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
-    weights = {"layer.weight": torch.full((2, 32), 3.0), "layer.bias": torch.zeros(2)}
-    checkpoint = {"state_dict": weights, "hyper_parameters": {"size": 5}, "hparams_name": "kwargs"}
-    found = compat.construct_module(WithSize, checkpoint, strict=True)
-    assert found.hparams["size"] == 5 and torch.equal(found.layer.weight, weights["layer.weight"])
-    with pytest.raises(RuntimeError, match=r"layer\.bias"):
-        compat.construct_module(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
-
-
 def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: str) -> None:
     run = trainer(tmp_path)
     assert compat.assigned_path(run) is None
@@ -123,23 +108,6 @@ def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
         compat.resolve_keyword(run, "hpc")
     (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
     assert compat.resolve_keyword(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
-
-
-def test_words_of_lightning_are_known() -> None:
-    words = ["hpc", "registry", "registry:net:version:v2", "last", "a/registry:net", None, Path("hpc")]
-    assert [compat.is_lightning_keyword(word) for word in words] == [True] * 3 + [False] * 4
-
-
-def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
-    stored = torch.load(saved, weights_only=True)["state_dict"]
-    same = Asks("on_fit_start", lambda run: torch.equal(run.lightning_module.layer.weight, stored["layer.weight"]))
-
-    def restore(run: pl.Trainer) -> None:
-        run.strategy.model = run.lightning_module
-        compat.restore_modules_and_callbacks(run, saved)
-
-    trainer(tmp_path, Asks("setup", restore), same, max_steps=1).fit(BoringModel())
-    assert same.found == [True]
 
 
 class Freezes(BaseFinetuning):
@@ -215,12 +183,6 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
     assert seen == {"hook": [], "step": []}
 
 
-def test_the_launcher_starts_the_script_again() -> None:
-    launcher = compat.ScriptLauncher
-    assert callable(launcher.launch) and callable(launcher.kill)
-    assert launcher._call_children_scripts is not None
-
-
 def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_own() -> None:
     two: Any = {"distributed_available_fn": lambda: True, "dist_sync_fn": lambda state, group=None: [state, state]}
     module = nn.ModuleList([SumMetric(**two), CatMetric(**two), SumMetric(**two)])
@@ -251,27 +213,6 @@ def test_callbacks_that_average_a_copy_of_the_module_are_refused() -> None:
     compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
     with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
-
-
-def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_steps=4, limit_val_batches=0)
-    run.fit(BoringModel(), batches(4))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    seen: list[tuple[Any, set[str]]] = []
-
-    def before(run: pl.Trainer, arguments: dict[str, Any]) -> None:
-        seen.append((run, {*arguments}))
-        arguments["ckpt_path"] = str(tmp_path / "a.ckpt")
-
-    original, undo = pl.Trainer.fit, compat.intercept_fit(before)
-    try:
-        again = trainer(tmp_path, max_steps=6, limit_val_batches=0)
-        again.fit(BoringModel(), batches(4))
-    finally:
-        undo()
-    assert seen == [(again, {"self", "model", "train_dataloaders"})]
-    assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 6
-    assert pl.Trainer.fit is original
 
 
 class Tuned(BoringModel):
@@ -319,3 +260,35 @@ def test_each_group_sums_its_own_values_until_the_undo() -> None:
         [3, 3, 6, 3, 6, 3, 3, 6],
         [3, 3, 9, 3, 6, 3, 3, 6],
     ]
+
+
+class WithSize(BoringModel):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
+    weights = {"layer.weight": torch.full((2, 32), 3.0), "layer.bias": torch.zeros(2)}
+    checkpoint = {"state_dict": weights, "hyper_parameters": {"size": 5}, "hparams_name": "kwargs"}
+    found = compat.construct_module(WithSize, checkpoint, strict=True)
+    assert found.hparams["size"] == 5 and torch.equal(found.layer.weight, weights["layer.weight"])
+    with pytest.raises(RuntimeError, match=r"layer\.bias"):
+        compat.construct_module(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
+
+
+def test_words_of_lightning_are_known() -> None:
+    words = ["hpc", "registry", "registry:net:version:v2", "last", "a/registry:net", None, Path("hpc")]
+    assert [compat.is_lightning_keyword(word) for word in words] == [True] * 3 + [False] * 4
+
+
+def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
+    stored = torch.load(saved, weights_only=True)["state_dict"]
+    same = Asks("on_fit_start", lambda run: torch.equal(run.lightning_module.layer.weight, stored["layer.weight"]))
+
+    def restore(run: pl.Trainer) -> None:
+        run.strategy.model = run.lightning_module
+        compat.restore_modules_and_callbacks(run, saved)
+
+    trainer(tmp_path, Asks("setup", restore), same, max_steps=1).fit(BoringModel())
+    assert same.found == [True]

@@ -38,20 +38,10 @@ def test_only_the_nodes_of_leaves_have_one() -> None:
     assert below is not None and accumulated_leaf(below) is leaf
 
 
-def test_a_backward_pass_is_noticed_while_it_runs_and_no_longer() -> None:
-    seen: list[bool] = []
-    leaf = torch.ones(2, requires_grad=True)
-    out = leaf * 2
-    out.register_hook(lambda gradient: seen.append(in_backward()))
-    assert not in_backward()
-    out.sum().backward()
-    assert seen == [True] and not in_backward()
-
-
 def test_each_backward_pass_has_a_number_of_its_own_in_all_of_it() -> None:
     seen: list[int] = []
     leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda gradient: seen.append(backward_number()))
+    leaf.register_hook(lambda gradient: seen.append(backward_number() if in_backward() else -1))
     for _ in range(2):
         out = leaf * 2
         out.register_hook(lambda gradient: seen.append(backward_number()))
@@ -68,16 +58,6 @@ def test_a_function_runs_once_when_all_gradients_are_there() -> None:
     assert seen == [True]
 
 
-def test_a_hook_knows_whether_its_gradient_is_returned_or_accumulated() -> None:
-    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    seen: list[bool] = []
-    leaf.register_hook(lambda gradient: seen.append(returns_gradient_of(leaf)))
-    (leaf * other).sum().backward()
-    torch.autograd.grad((leaf * other).sum(), [leaf])
-    (leaf * other).sum().backward(inputs=[leaf])
-    assert seen == [False, True, False]
-
-
 def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> None:
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen: list[list[bool]] = []
@@ -87,10 +67,12 @@ def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> 
         inside.register_hook(lambda gradient: seen.append([accumulates_gradient_of(p) for p in (leaf, other)]))
         return inside.sum()
 
+    leaf.register_hook(lambda gradient: seen.append([returns_gradient_of(leaf)]))
+
     product().backward()
     torch.autograd.grad(product(), [leaf])
     product().backward(inputs=[leaf])
-    assert seen == [[True, True], [False, False], [True, False]]
+    assert seen == [[True, True], [False], [False, False], [True], [True, False], [False]]
     assert not accumulates_gradient_of(leaf), "no backward runs"
 
 
@@ -190,21 +172,6 @@ def test_unused_inputs_of_grad_are_told_inside_a_backward_alone() -> None:
     assert vars(torch.autograd)["_engine_run_backward"] is of_torch
 
 
-def test_norms_are_those_of_each_tensor_in_the_given_dtype() -> None:
-    tensors = [torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, -4.0], dtype=torch.float16)]
-    found = norms(tensors, 2.0, torch.float32)
-    assert [n.item() for n in found] == [600.0, 5.0] and {n.dtype for n in found} == {torch.float32}
-    assert norms(tensors[1:], math.inf, torch.float32)[0].item() == 4
-
-
-def test_gradients_are_scaled_in_place_and_infinities_are_reported() -> None:
-    finite, found = torch.tensor([2.0, 4.0]), torch.zeros(())
-    unscale([finite], torch.tensor(0.5), found)
-    assert finite.tolist() == [1, 2] and found.item() == 0
-    unscale([finite, torch.tensor([math.nan])], torch.tensor(1.0), found)
-    assert found.item() == 1
-
-
 def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_answer() -> None:
     parameter = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -247,3 +214,12 @@ def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_o
         put_back()
     node.register_hook(lambda given, got: None)
     assert told == hooks and set(hooks) < set(node_hooks(leaf)) and len(node_hooks(leaf)) == 3
+
+
+def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
+    halves, found = [torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, -4.0]).half()], torch.zeros(())
+    assert [n.item() for n in norms(halves, 2.0, torch.float32)] == [600.0, 5.0]
+    unscale([gradient := torch.tensor([2.0, 4.0])], torch.tensor(0.5), found)
+    assert gradient.tolist() == [1, 2] and found.item() == 0
+    unscale([gradient, torch.tensor([math.nan])], torch.tensor(1.0), found)
+    assert found.item() == 1

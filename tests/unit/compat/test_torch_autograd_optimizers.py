@@ -61,10 +61,6 @@ def made(kind: type[SGD] = SGD) -> SGD:
     return kind([torch.zeros(2, requires_grad=True)], lr=0.1)
 
 
-def test_an_optimizer_of_torch_has_no_own_way() -> None:
-    assert not has_own_state_dict(made()) and not has_load_hooks(made()) and not has_own_load_state_dict(made())
-
-
 def test_a_method_or_a_hook_that_adds_entries_is_seen() -> None:
     assert has_own_state_dict(made(Own)) and has_own_load_state_dict(made(Own))
     optimizer = made()
