@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import nets
-from tests.support.nets import GLOBAL_BATCH, TOLERANCE, Case, dataset, full_state, twin
+from tests.support.nets import GLOBAL_BATCH, TOLERANCE, Case, dataset, full_state, loss_of, twin
 
 
 def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **options: Any) -> Fabric:
@@ -23,6 +23,17 @@ def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **optio
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
     fabric.launch()
     return fabric
+
+
+class Language(nn.Module):
+    """Returns its loss: of logits, Fabric's 64-true would make float32."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net: Any = nets.BUILDERS[name]()
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return loss_of(self.net, batch)
 
 
 def trained(fabric: Fabric, module: Any, optimizer: Any, case: Case, step: Callable[..., Tensor]) -> dict[str, Any]:

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
 
 from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.fabric import ShardCkptIO
+from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import tiny
-from tests.support.fabrics import fabric_of
+from tests.support.fabrics import Language, fabric_of
+from tests.support.nets import GLOBAL_BATCH, dataset, optimizer_of
 from tests.support.pool import run_ranks
 from tests.support.whole_state import differing, whole
 
@@ -206,88 +207,119 @@ def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_er
     run_ranks(2, save_in_the_background, str(tmp_path))
 
 
-# ── loaders ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Counted(DataLoader[Any]):
-    """Has a state of its own: how many batches it gave."""
-
-    given = 0
-
-    def __iter__(self) -> Any:
-        for batch in list(super().__iter__())[self.given :]:
-            self.given += 1
-            yield batch
-        self.given = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
+def language(fabric: Fabric) -> tuple[Any, Any]:
+    module = Language("tied net")
+    return fabric.setup(module, optimizer_of(module))  # type: ignore[no-any-return]
 
 
-def with_loaders(directory: str) -> dict[str, Any]:
-    """Save a state with loaders, as litgpt does, and load it: by Fabric, and by functions."""
-    fabric, found = fabric_of("32-true"), dict[str, Any]()
+def save_stages(path: str) -> None:
+    fabric = fabric_of("64-true", pipeline_parallel_size=2)
+    torch.manual_seed(3)
+    module, optimizer = language(fabric)
+    (batch, *_) = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=GLOBAL_BATCH))
+    fabric.backward(fabric.strategy.run_step(module, batch))
+    optimizer.step()
+    names = ("net.blocks.0.up.weight", "net.blocks.2.up.weight")  # of the first stage, and of the last
+    state = {"model": module, "optimizer": optimizer, "step": 1, "average": {name: torch.ones(300) for name in names}}
+    fabric.save(path, state)
+    again, its = language(fabric)
+    average = {name: torch.zeros(300) for name in names}
+    loaded = {"model": again, "optimizer": its, "step": 0, "average": average}
+    assert fabric.load(path, loaded) == {} and loaded["step"] == 1
+    assert all(tensor.sum() == 300 for tensor in average.values())
+    assert differing(whole(again), whole(module)) == []
+    assert differing(whole(its.optimizer), whole(optimizer.optimizer)) == []
+    if fabric.global_rank == 1:
+        again.module.net.norm.register_buffer("more", torch.zeros(2))
+    with pytest.raises(MismatchError, match="more  in model only"):
+        fabric.load(path, {"model": again})
 
-    def state_of(seed: int) -> dict[str, Any]:
-        loaders: Any = DataLoader(range(8), 2), Counted(range(8), 2, shuffle=False)  # type: ignore[arg-type]
-        plain, counted = fabric.setup_dataloaders(*loaders, use_distributed_sampler=False)
-        model = script(fabric, seed, 0)["model"]
-        return {"model": model, "train_dataloader": plain, "more": [counted], "step": seed}
 
-    for name, keep, take in (("fabric", fabric.save, fabric.load), ("functions", save, load)):
-        state, fresh = state_of(2), state_of(1)
-        for _ in range(3):
-            given = iter(state["more"][0])
-            next(given)
-        loader = fresh["train_dataloader"]
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            keep(f"{directory}/{name}", state)
-        rest = take(f"{directory}/{name}", fresh)
-        said = len([one for one in told if "'train_dataloader': a DataLoader has no state dict" in str(one.message)])
-        found[name] = (
-            said,
-            rest,
-            fresh["step"],
-            fresh["train_dataloader"] is loader,
-            list(loader),
-            [batch.tolist() for batch in fresh["more"][0]],
-        )
-    return found
+def load_whole(path: str, file: str) -> None:
+    fabric = fabric_of("64-true")
+    module, optimizer = language(fabric)
+    fabric.load(path, {"model": module, "optimizer": optimizer, "step": 0})
+    found = [whole(module), whole(optimizer.optimizer)]
+    if fabric.is_global_zero:
+        torch.save(found, file)
+
+
+def test_what_a_pipeline_saved_loads_without_one(tmp_path: Path) -> None:
+    path, file = str(tmp_path / "piped"), str(tmp_path / "whole.pt")
+    run_ranks(2, save_stages, path)
+    run_ranks(2, load_whole, path, file)
+    plain = Language("tied net").double()
+    optimizer = optimizer_of(plain)
+    load(path, {"model": plain, "optimizer": optimizer})
+    model, its = torch.load(file)
+    assert differing(whole(plain), model) == []
+    assert differing(whole(optimizer)["state"], its["state"]) == []
+
+
+# ── every door ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+DOORS = ("plain", "own", "sharded")
+
+
+def fabric_by(door: str) -> Fabric:
+    world = dist.get_world_size()
+    plugins = None if door == "plain" else [ShardCkptIO(sync_files=False)]
+    strategy = ShardedStrategy() if door == "sharded" else "ddp" if world > 1 else "auto"
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    return fabric
+
+
+def everything(fabric: Fabric, seed: int) -> dict[str, Any]:
+    """The state of a script, a second network, and state dicts that are values."""
+    state, best = script(fabric, seed, 3 - seed), nn.Linear(2, 3)
+    tried = torch.optim.SGD(best.parameters(), lr=0.1 * seed, momentum=0.9)
+    best(torch.ones(1, 2)).sum().backward()
+    tried.step()
+    two = fabric.setup(nn.Linear(2, 4))
+    return {**state, "two": two, "best": best.state_dict(), "tried": tried.state_dict()}
+
+
+def save_by_each_door(folder: str) -> None:
+    for door in DOORS:
+        fabric = fabric_by(door)
+        fabric.save(f"{folder}/{door}", state := everything(fabric, 1))
+        full = whole_of(state)
+        if fabric.is_global_zero:
+            torch.save(full, f"{folder}/{door}.expected")
+
+
+def load_by_each_door(paths: dict[str, tuple[str, ...]], expected: str) -> None:
+    """Everything that was asked for comes back, and nothing is left."""
+    full = torch.load(expected)
+    for path, doors in paths.items():
+        for door in doors:
+            fabric = fabric_by(door)
+            state = everything(fabric, 2)
+            assert differing(whole_of(state), full)
+            assert fabric.load(path, state) == {}, f"{path} read by {door}"
+            assert differing(whole_of(state), full) == [], f"{path} read by {door}"
+            assert fabric.load(path).keys() == state.keys()
 
 
 @pytest.mark.slow
-def test_loaders_in_a_state_keep_their_place_and_go_on_if_they_can(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, with_loaders, str(tmp_path))):
-        for said, rest, step, same, batches, left in found.values():
-            assert (said, rest, step, same, len(batches), left) == (int(rank == 0), {}, 2, True, 4, [[6, 7]])
-
-
-class WithMetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.seen = nn.Linear(2, 2), SumMetric()
-        self.seen.persistent(mode=True)
-
-
-def count(path: str, resume: bool) -> float:
-    fabric = fabric_of()
-    module: Any = fabric.setup(WithMetric())
-    if resume:
-        fabric.load(path, {"model": module})
-    module.seen.update(8 / fabric.world_size)
-    if not resume:
-        fabric.save(path, {"model": module})
-    return float(module.seen.compute())
-
-
-def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "counted")
-    assert run_ranks(1, count, path, False) == [8]
-    assert run_ranks(2, count, path, True) == [16, 16]
-    path = str(tmp_path / "counted by two")
-    assert run_ranks(2, count, path, False) == [8, 8]
-    assert run_ranks(2, count, path, True) == [16, 16]
+@pytest.mark.parametrize(("saving", "world"), [pytest.param(1, 2, marks=pytest.mark.sweep), (2, 1)])
+def test_what_any_door_saved_loads_through_every_door_and_by_functions(
+    saving: int, world: int, tmp_path: Path
+) -> None:
+    """A directory is nothing for plain Fabric, which reads the file that ``consolidate`` makes of it."""
+    run_ranks(saving, save_by_each_door, str(tmp_path))
+    for saved_by in DOORS:
+        path, expected = f"{tmp_path}/{saved_by}", f"{tmp_path}/{saved_by}.expected"
+        paths = {path: DOORS if saved_by == "plain" else DOORS[1:]}
+        if saved_by != "plain":
+            assert main(["consolidate", path, "--output_file", f"{path}.file"]) == 0
+            paths[f"{path}.file"] = DOORS if saved_by == "sharded" else DOORS[:1]  # a file is a file, whoever saved
+        run_ranks(world, load_by_each_door, paths, expected)
+        state = everything(Fabric(accelerator="cpu", devices=1), 2)
+        assert load(path, state) == {}
+        assert differing(whole_of(state), torch.load(expected)) == []
