@@ -1,12 +1,14 @@
-"""SIGTERM on one rank or on all: a checkpoint at a step boundary, and the same end on every rank."""
+"""SIGTERM on one rank or on all: a checkpoint at a step boundary, and the same end on every rank.
+
+That such runs continue exactly is in the table of test_resume.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,73 +34,6 @@ class Terminate(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == self._step and trainer.global_rank in self._ranks:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tuple[int, list[float]]:
-    before = signal.getsignal(signal.SIGTERM)
-    pl.seed_everything(1)
-    module = tiny.TinyLM()
-    callbacks = [Terminate(ranks, 2), OnExceptionCheckpoint(directory, "ended")]
-    run = tiny.trainer(strategy, max_steps=9, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True)
-    run.strategy.tuning = replace(TUNING, exception_agreement_s=0.0, agreement_s=0.0)  # all agree
-    with pytest.raises(SystemExit):
-        run.fit(module, tiny.loader())
-    assert signal.getsignal(signal.SIGTERM) == before
-    return run.global_step, module.losses
-
-
-STRATEGIES: dict[str, dict[str, Any]] = {"fsdp2": {}, "pp2": {"pipeline_parallel_size": 2}}
-CHOICES = {"rank 0": [0], "rank 1": [1], "both ranks": [0, 1]}
-Seen = tuple[dict[str, tuple[int, list[float]]], dict[str, Any], dict[str, dict[str, Any]]]
-
-
-def all_terminated(strategy: dict[str, Any], directory: str, names: list[str]) -> dict[str, tuple[int, list[float]]]:
-    return {name: terminated(strategy, f"{directory}/{name}", CHOICES[name]) for name in names}
-
-
-def straight_and_resumed(
-    strategy: dict[str, Any], directory: str, names: list[str]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    straight = tiny.fit(strategy, 6)
-    return straight, {n: tiny.fit(strategy, 6, resume=f"{directory}/{n}/ended.ckpt", seed=5) for n in names}
-
-
-@pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Seen]]:
-    """What each rank saw under a strategy: how the selected runs ended; one that did not; how each continued."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    params = [item.callspec.params for item in items if "who" in item.callspec.params]
-
-    @cache
-    def find(name: str) -> list[Seen]:
-        names = [p["who"] for p in params if p["strategy"] == name]
-        strategy, directory = STRATEGIES[name], str(tmp_path_factory.mktemp("runs"))
-        ends = run_ranks(2, all_terminated, strategy, directory, names)
-        continued = run_ranks(2, straight_and_resumed, strategy, directory, names)
-        return [(ended, *rest) for ended, rest in zip(ends, continued, strict=True)]
-
-    return find
-
-
-@pytest.mark.parametrize(
-    ("who", "strategy"),
-    [
-        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=[] if strategy == only else pytest.mark.sweep)
-        for who, only in (("rank 0", "fsdp2"), ("rank 1", "pp2"), ("both ranks", ""))
-        for strategy in STRATEGIES
-    ],
-)
-def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(
-    who: str, strategy: str, seen: Callable[[str], list[Seen]]
-) -> None:
-    ranks = seen(strategy)
-    steps = {ended[who][0] for ended, _, _ in ranks}
-    assert len(steps) == 1 and steps <= {3, 4}  # the step of the signal or the next one
-    for ended, whole, continued in ranks:
-        (step, losses), rest = ended[who], continued[who]
-        assert losses == whole["losses"][:step]
-        assert rest["losses"] == whole["losses"][step:]
-        assert tiny.differences(whole["state"], rest["state"]) == []
 
 
 def meet_seldom(ranks: list[int], step: int) -> int:
@@ -148,8 +83,10 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
         options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io]}
         patient = replace(TUNING, exception_agreement_s=60.0, agreement_s=0.0)  # a rank may be behind on a busy machine
         run = tiny.trainer({}, patient, max_steps=12, enable_checkpointing=True, **options)
+        before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit):
             run.fit(tiny.TinyLM(), tiny.loader())
+        assert signal.getsignal(signal.SIGTERM) == before
         dist.barrier()
         assert verify(f"{folder}/ended.ckpt").findings == ()
         with open_checkpoint(f"{folder}/ended.ckpt") as checkpoint:

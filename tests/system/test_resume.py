@@ -363,6 +363,7 @@ ROWS = [
     Row("fsdp2", "both", "save@3"),
     Row("fsdp2", "both", "error@6, on exception"),
     Row("pp2, 1f1b", "shuffled", "save@2"),
+    Row("pp2, 1f1b", "shuffled", "SIGTERM@3, after"),
     Row("fsdp2 x tp2", "shuffled", "save@2", model=LATE),
     Row("pp2 x fsdp2", "shuffled", "save@6", model=MOMENTUM),
 ]
