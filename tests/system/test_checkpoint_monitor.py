@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
+from lightning_shardckpt import CheckpointMonitor
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 from tests.support.storages import Gated, disk_error, gated_io
@@ -132,24 +132,6 @@ def test_a_save_that_failed_is_raised_and_not_logged(tmp_path: Path) -> None:
 
 
 # ── whose saves ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def two_fits(folder: str) -> list[list[float]]:
-    io, found = ShardCkptIO(), list[list[float]]()
-    for name, fits in (("a", (1, 2)), ("b", (1,))):
-        monitor = CheckpointMonitor()
-        callbacks = [every_step(f"{folder}/{name}"), monitor]
-        trainer = run(f"{folder}/{name}", steps=1, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
-        module = tiny.TinyLM()
-        for steps in fits:
-            trainer.fit_loop.epoch_loop.max_steps = steps
-            trainer.fit(module, tiny.loader())
-        found.append([row["step"] for row in saves_in(rows(trainer.loggers[0].log_dir or ""))])
-    return found
-
-
-def test_a_run_logs_its_own_saves_and_each_once(tmp_path: Path) -> None:
-    assert run_ranks(1, two_fits, str(tmp_path)) == [[[1, 2], [1]]]
 
 
 def test_a_trainer_without_a_logger_or_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None:

@@ -133,19 +133,6 @@ def test_the_first_run_of_all_starts_from_the_beginning(folder: Path, keeper: pl
     assert resolve_ckpt_path(keeper, "a/path.ckpt") == "a/path.ckpt"
 
 
-def test_a_checkpoint_after_an_exception_counts_without_being_asked_for(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keeper = trainer(ModelCheckpoint(folder), OnExceptionCheckpoint(tmp_path))
-    saved(folder / "a.ckpt", 10)
-    ended = saved(tmp_path / "on_exception.ckpt", 15)
-    assert resolve_ckpt_path(keeper, None) == resolve_ckpt_path(keeper, "last") == ended
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_ckpt_path(trainer(ModelCheckpoint(folder), OnExceptionCheckpoint("~")), None) == ended
-    keeper.state.fn = TrainerFn.VALIDATING
-    assert resolve_ckpt_path(keeper, None) is None
-
-
 @pytest.mark.parametrize(("mode", "expected"), [("min", "b"), ("max", "c")])
 def test_best_is_the_best_one_that_is_complete(mode: str, expected: str, folder: Path) -> None:
     callback = ModelCheckpoint(folder, monitor="x", mode=mode, save_top_k=3)

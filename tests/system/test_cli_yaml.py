@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.support.pool import run_each, run_ranks
@@ -177,11 +176,6 @@ def test_the_strategy_has_a_short_name_once_the_yaml_names_the_checkpoint_io(tmp
     assert (got.strategy, got.checkpoint_io) == ("ShardedStrategy", "ShardCkptIO")
 
 
-def test_the_checkpoint_io_goes_with_a_strategy_of_lightning(tmp_path: Path) -> None:
-    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": "ddp"}))
-    assert (got.strategy, got.checkpoint_io) == ("DDPStrategy", "ShardCkptIO")
-
-
 def print_config(*arguments: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -202,18 +196,6 @@ def test_print_config_shows_every_argument_and_its_output_is_a_config(tmp_path: 
     (tmp_path / "printed.yaml").write_text(printed)
     again = f"--config={tmp_path / 'printed.yaml'}"
     assert alone(parse, again).attributes == alone(parse, config).attributes
-
-
-def test_a_wrong_argument_is_refused_with_its_name(tmp_path: Path) -> None:
-    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": {"tensor_paralel_size": 2}}
-    assert "tensor_paralel_size" in alone(complaint, write(tmp_path / "c.yaml", {"strategy": strategy}))
-
-
-def complaint(*arguments: str) -> str:
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
-        cli(*arguments)
-    return err.getvalue()
 
 
 def fit(*arguments: str) -> int:

@@ -27,54 +27,11 @@ from tests.support.whole_state import differing, trained, whole
 State = dict[str, Any]
 PAGE = DOCS / "guide" / "migrate.md"
 HERE, ON_RANKS = "| Booster and OLMo-core |", "| Booster and OLMo-core, on ranks |"
-NOWHERE = "| Booster and OLMo-core, not here |"
 
 
 def rows(head: str) -> list[tuple[str, list[str]]]:
     """Of a table of the page: what is theirs, and the lines of code in the other column."""
     return [(theirs, re.findall(r"`([^`]*)`", ours)) for theirs, ours in table(PAGE, head)]
-
-
-# The public functions and methods, and their arguments but for paths, states and names of files, as in their sources.
-FOUNDING = {
-    "Booster": "device mixed_precision plugin",
-    "boost": "model optimizer criterion dataloader lr_scheduler",
-    "backward": "loss optimizer",
-    "execute_pipeline": "model criterion optimizer return_loss return_outputs",
-    "no_sync": "model optimizer",
-    "enable_lora": "model pretrained_dir lora_config bnb_quantization_config quantize",
-    "save_lora_as_pretrained": "model use_safetensors",
-    "save_model": "model shard gather_dtensor prefix size_per_shard use_safetensors use_async",
-    "load_model": "model strict low_cpu_mem_mode num_threads",
-    "save_optimizer": "optimizer shard gather_dtensor prefix size_per_shard use_async",
-    "load_optimizer": "optimizer prefix low_cpu_mem_mode num_threads",
-    "save_lr_scheduler": "",
-    "load_lr_scheduler": "",
-    "save_state_dict": "process_group save_overwrite thread_count process_count throttle_uploads enable_plan_caching",
-    "async_save_state_dict": "throttle_uploads",
-    "load_state_dict": "process_group pre_download work_dir thread_count",
-    "save_model_and_optim_state": "model optim process_group save_overwrite flatten_optimizer_state thread_count",
-    "async_save_model_and_optim_state": "process_count throttle_uploads enable_plan_caching",
-    "load_model_and_optim_state": "key_mapping pre_download work_dir strict flatten_optimizer_state",
-    "UnshardStrategy": "one_file one_file_per_tensor chunks chunk_size_bytes",
-    "unshard_checkpoint": "optim save_overwrite use_safetensors pre_download work_dir quiet",
-    "load_keys": "pre_download work_dir",
-    "get_checkpoint_metadata": "",
-    "swap_param_keys": "",
-    "prune_state_dict": "allowed_keys",
-    "merge_state_dicts": "",
-}
-
-
-def test_every_name_of_booster_and_olmo_core_is_in_a_table() -> None:
-    theirs = {head: " ".join(name for name, _ in rows(head)) for head in (HERE, ON_RANKS, NOWHERE)}
-    named = {head: " ".join(re.findall(r"`([^`]*)`", text)) for head, text in theirs.items()}
-    for function, arguments in FOUNDING.items():
-        for name in (function, *arguments.split()):
-            assert any(re.search(rf"\b{name}\b", text) for text in named.values()), name
-        assert any(re.search(rf"\b{function}\(|\b{function}\b\.", named[head]) for head in (HERE, ON_RANKS)), function
-    assert all(lines for head in (HERE, ON_RANKS) for _, lines in rows(head))
-    assert not any(lines for _, lines in rows(NOWHERE))  # nothing there pretends to be a counterpart
 
 
 def test_the_counterparts_of_booster_and_olmo_core_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

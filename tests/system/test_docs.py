@@ -18,7 +18,9 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ import lightning_shardckpt.errors
 from lightning_shardckpt import cli
 from lightning_shardckpt.errors import ShardCkptError, TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import resolve_schedule
+from tests.support import tiny
 from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
 from tests.support.pool import ROOT, run_ranks
 from tests.support.schedules import idle
@@ -40,15 +43,11 @@ BLOCKS = [block for page in pages() for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.code.startswith(SET_UP)]
 RUN_ELSEWHERE = r"python examples/(plain_torch|with_fabric|llama_lora)\.py"
 SCRIPTS = [block for block in COMMANDS if re.match(RUN_ELSEWHERE, block.code)]
-"""test_example_scripts.py runs these, in processes of their own."""
+"""test_examples.py runs these, in processes of their own."""
 SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
 WRITTEN = {"tests/durations.json"}
 """Files that a command writes."""
 SLOT = "…"  # stands for a name or a number in a message
-
-
-def test_the_readme_is_one_page() -> None:
-    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_every_page_is_in_the_menu_once() -> None:
@@ -370,3 +369,48 @@ def main(arguments: list[str], folder: str, status: int) -> str:
 def without_numbers(line: str) -> str:
     """Return the line without its numbers, whose digits depend on the versions of torch and Lightning, and its gaps."""
     return re.sub(r"\d[\d.,]*(e-\d+)?", "#", " ".join(line.replace("MiB", "KiB").split()))
+
+
+# ── call orders ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def functions_entered(call: Callable[[], Any]) -> list[str]:
+    """Return the files and names of the package's functions, in the order in which they are entered first."""
+    entered = dict[str, None]()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT / "lightning_shardckpt"):
+            entered[f"{file.relative_to(ROOT / 'lightning_shardckpt')} {frame.f_code.co_qualname}"] = None
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(entered)
+
+
+def save_and_resume(path: str) -> tuple[list[str], list[str]]:
+    trainer = tiny.trainer({}, max_steps=1)
+    trainer.fit(tiny.TinyLM(), tiny.loader(shuffle=False))
+    saving = functions_entered(lambda: trainer.save_checkpoint(path))
+    resumed = tiny.trainer({}, max_steps=2)
+    resuming = functions_entered(lambda: resumed.fit(tiny.TinyLM(), tiny.loader(shuffle=False), ckpt_path=path))
+    return saving, resuming
+
+
+def test_the_documented_call_orders_are_those_of_the_code(tmp_path: Path) -> None:
+    page = (DOCS / "how-it-works.md").read_text()
+    block = re.search(r"The same as calls, .*?```\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    drawn = [re.findall(r"^ *([\w.]+)  +(.*)$", text, re.MULTILINE) for text in block[1].split("\n\n")]
+    rank_0, _ = run_ranks(2, save_and_resume, str(tmp_path / "a.ckpt"))
+    for calls, entered in zip(drawn, rank_0, strict=True):
+        assert len(calls) > 8
+        names = [line.partition(" ")[2] for line in entered]
+        places = [names.index(name) for name, _ in calls]
+        assert places == sorted(places), calls
+        for name, about in calls:
+            file = re.match(r"[\w/]+\.py", about)
+            assert file is None or f"{file[0]} {name}" in entered

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import omegaconf
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +16,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_shardckpt import load_from_checkpoint
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
+from lightning_shardckpt.state.json_tree import decode_small, encode_small
+from tests.support import tiny
 from tests.support.pool import run_ranks
 from tests.support.tiny import AddsObject, Wraps
 
@@ -131,3 +134,37 @@ def test_hyper_parameters_that_are_missing_are_named_at_a_save_and_at_a_load(tmp
         assert stored_hyper_parameters(str(saved)) == {}
     with pytest.warns(UserWarning, match="takes no hyper-parameters from .*which cannot be read as it is"):
         assert stored_hyper_parameters(str(tmp_path / "none")) == {}
+
+
+# ── OmegaConf ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Configured(BoringModel):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(cfg)
+
+
+class WithConfig(BoringModel):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_containers_keep_interpolations_and_missing_values() -> None:
+    made = omegaconf.OmegaConf.create({"a": {"b": [1, "${a.c}"], "c": 2}, "later": "???"})
+    found = decode_small(encode_small(made, "x"))
+    assert type(found) is type(made) and found == made and found.a.b[1] == 2
+    assert omegaconf.OmegaConf.is_missing(found, "later")
+
+
+@pytest.mark.parametrize("kind", [Configured, WithConfig])
+def test_a_module_is_constructed_with_its_config(kind: Any, tmp_path: Path) -> None:
+    cfg = omegaconf.OmegaConf.create({"net": {"sizes": [1, 2]}, "lr": 0.1})
+    run = tiny.trainer("auto", devices=1, max_steps=1, limit_val_batches=0)
+    run.fit(module := kind(cfg))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    found = load_from_checkpoint(kind, tmp_path / "a.ckpt")
+    assert found.hparams == module.hparams and type(found.hparams) is type(module.hparams)
+    config = found.hparams if kind is Configured else found.hparams.cfg
+    assert type(config) is type(cfg) and config.net.sizes == [1, 2]

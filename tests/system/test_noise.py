@@ -8,13 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
-from lightning_shardckpt.parallel.sharding.shared_values import share_optimizer_rng
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -99,54 +96,6 @@ def test_noise_of_an_optimizer_is_that_of_one_process_after_a_change_of_topology
     (alone,) = run_ranks(1, resume_alone, str(tmp_path / "tp.ckpt"))
     for rank in on_two:
         assert [tiny.differences(*states) for states in zip(rank, alone, strict=True)] == [[], []]
-
-
-def step_with_streams_of_their_own() -> list[tuple[float, Tensor]]:
-    """Under Fabric, where each rank has seeded generators by itself, and draws in its forward passes, too."""
-    fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=FabricStrategy())
-    fabric.launch()
-    torch.manual_seed(0)
-    module = Scaled(dropout=0.5)
-    module, optimizer = fabric.setup(module, NoisySGD(module.parameters(), lr=0.0))
-    torch.manual_seed(fabric.global_rank)
-    found = []
-    for _ in range(3):
-        drawn = float(torch.rand(()))
-        fabric.backward(module(torch.ones(4)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((drawn, tiny.whole(module.scale).clone()))
-    return found
-
-
-def test_what_each_rank_draws_for_its_samples_stays_its_own() -> None:
-    first, second = run_ranks(2, step_with_streams_of_their_own)
-    (alone,) = run_ranks(1, step_with_streams_of_their_own)
-    assert [noise for _, noise in first] == [noise for _, noise in second] == [noise for _, noise in alone]
-    torch.manual_seed(1)  # of the second rank, which draws no noise of its own
-    for drawn, _ in second:
-        assert drawn == float(torch.rand(()))
-        nn.functional.dropout(torch.ones(4), 0.5)
-
-
-def skip_a_step() -> list[float]:
-    """A GradScaler skips the first step, in which the optimizer draws nothing then."""
-    torch.manual_seed(torch.distributed.get_rank())
-    module, scaler = Scaled(), torch.amp.GradScaler("cpu")
-    optimizer, found = NoisySGD(module.parameters(), lr=0.0), list[float]()
-    for factor in (float("inf"), 1.0, 1.0):
-        optimizer.zero_grad()
-        scaler.scale(module(torch.ones(4)).sum() * factor).backward()
-        with share_optimizer_rng(optimizer, lambda: None, torch.distributed.group.WORLD):
-            scaler.step(optimizer)
-        scaler.update()
-        found.append(module.scale.item())
-    return found
-
-
-def test_an_optimizer_whose_first_step_is_skipped_draws_alike_afterwards() -> None:
-    first, second = run_ranks(2, skip_a_step)
-    assert first == second and first[0] == 2.0 and len({*first}) == 3
 
 
 class ShardNoise(torch.optim.SGD):

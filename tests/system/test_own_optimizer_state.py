@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt import load, load_keys, metadata, save
+from lightning_shardckpt import load, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.tools.digest import digest
 from tests.support import tiny
-from tests.support.fabrics import fabric_of
-from tests.support.pool import run_each, run_ranks
+from tests.support.pool import run_each
 from tests.support.tiny import KINDS
 
 KEEPING = ["Counts", "Adds"]
@@ -98,34 +96,6 @@ def test_functions_load_what_torch_would(kind: str, tmp_path: Path) -> None:
     save(tmp_path / "b", {"optimizer": saved["optimizer"]})
     load(tmp_path / "b", {"optimizer": alone["optimizer"]})
     assert same(alone["optimizer"].state_dict(), plain(saved)["optimizer"])
-
-
-def test_the_tools_know_it(tmp_path: Path) -> None:
-    save(tmp_path / "a", saved := stepped("Adds", 3))
-    names = {name for name in metadata(tmp_path / "a", values=True).values or () if "/own/" in name}
-    assert names == {f"optimizer/0/own/{key}" for key in ("steps", "mean", "warmup/left", "warmup/decay")}
-    assert dict(load_keys(tmp_path / "a", ["optimizer/0/own/steps"])) == {"optimizer/0/own/steps": 3}
-    saved["optimizer"].steps += 1
-    save(tmp_path / "b", saved)
-    a, b = (digest(str(tmp_path / name))["optimizer_values"] for name in "ab")
-    assert a != b
-
-
-def through_fabric(kind: str, path: str) -> list[bool]:
-    """Collective: every rank must call it."""
-    fabric = fabric_of(**FSDP2)
-    saved, found = stepped(kind, 3, fabric.setup), stepped(kind, 0, fabric.setup)
-    fabric.save(path, saved)
-    fabric.load(path, found)
-    keys = saved["optimizer"].state_dict().keys() - {"state", "param_groups"}
-    states = [one["optimizer"].optimizer.state_dict() for one in (saved, found)]
-    own = [{**{key: one[key] for key in keys}, **{k: v for k, v in one["state"].items() if k == "k"}} for one in states]
-    return [same(own[0], own[1]), bool(own[0]), same(plain(saved)["weights"], plain(found)["weights"])]
-
-
-@pytest.mark.parametrize("kind", KEEPING)
-def test_fabric_keeps_it(kind: str, tmp_path: Path) -> None:
-    assert run_ranks(2, through_fabric, kind, str(tmp_path / "a")) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(

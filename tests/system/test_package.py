@@ -27,7 +27,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_path("purelib"))
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
 WORKFLOWS = ("checks", "release")
-COMPATIBILITY = ROOT / "docs" / "pages" / "compatibility.md"
 
 
 def interpret(*arguments: str | Path, paths: list[Path], cwd: Path) -> str:
@@ -46,11 +45,6 @@ def others(folder: Path) -> Path:
         if MODULE not in path.name and path.suffix != ".pth":
             (folder / path.name).symlink_to(path)
     return folder
-
-
-def test_the_version_is_not_known_where_the_package_is_not_installed(tmp_path: Path) -> None:
-    printed = interpret("-m", MODULE, "--version", paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
-    assert printed == f"{NAME} is not installed, so its version is not known\n"
 
 
 def test_a_star_import_brings_what_is_public_and_hides_nothing_of_python() -> None:
@@ -107,14 +101,6 @@ def test_the_metadata_is_what_an_index_shows(wheel: Path) -> None:
     assert sorted(about.get_all("Classifier", [])) == sorted(PROJECT["classifiers"])  # hatchling refuses unknown ones
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
-
-
-def test_no_classifier_names_a_python_that_the_tests_have_not_run_with(wheel: Path) -> None:
-    (row,) = (line for line in COMPATIBILITY.read_text().splitlines() if line.startswith("| Python |"))
-    tested = row.split("|")[3].replace(" ", "").split(",")
-    head = "Programming Language :: Python :: "
-    named = [text.removeprefix(head) for text in PROJECT["classifiers"] if text.startswith(head)]
-    assert sorted(named) == sorted([*tested, "3 :: Only"])
 
 
 def test_workflows_run_the_commands_of_ci_with_every_supported_torch() -> None:

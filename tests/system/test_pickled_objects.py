@@ -16,10 +16,8 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
 from tests.support.boring import Encoder, Encodes, Keeps, Trap
-from tests.support.fabrics import fabric_of
 from tests.support.pool import run_each, run_ranks
 
-FSDP2 = {"data_parallel_shard_size": 2}
 CALLBACK, ADDED = Encoder("c"), Encoder("added")
 
 
@@ -125,25 +123,6 @@ def test_nothing_is_executed_without_consent(tmp_path: Path) -> None:
     assert not trap.exists()
     run_ranks(1, resumed, str(tmp_path / "a"), "sharded", "fit", False)
     assert trap.exists()
-
-
-def through_fabric(path: str) -> tuple[Any, str]:
-    """Collective: every rank must call it."""
-    fabric = fabric_of("32-true", ShardCkptIO(pickle_objects=True), **FSDP2)
-    model = fabric.setup(torch.nn.Linear(4, 4))
-    fabric.save(path, {"model": model, "encoder": ADDED})
-    state: dict[str, Any] = {"model": model, "encoder": None}
-    try:
-        fabric.load(path, dict(state))
-    except StateError as error:
-        said = str(error)
-    fabric.load(path, state, weights_only=False)
-    return state["encoder"], said
-
-
-def test_fabric_keeps_them(tmp_path: Path) -> None:
-    for found, said in run_ranks(2, through_fabric, str(tmp_path / "a")):
-        assert found == ADDED and "encoder  tests.support.boring.Encoder" in said
 
 
 def refused(folder: str) -> list[str]:

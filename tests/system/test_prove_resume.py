@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.tools.diff import diff
 from lightning_shardckpt.tools.prove_resume import prove_resume
-from tests.support.pages import DOCS
 from tests.support.pool import ROOT
 from tests.support.warm_python import Run
 
@@ -97,12 +95,6 @@ def test_what_a_resume_loses_is_named(tmp_path: Path, python: Run) -> None:
     assert "trainer/callbacks/Counts/batches: expected 4, found 2" in text
 
 
-@pytest.mark.sweep
-def test_a_script_whose_strategy_does_not_continue_in_the_data(tmp_path: Path, python: Run) -> None:
-    status, text = proof_of_script(python, tmp_path, "plain Lightning")
-    assert status == 1 and "model/net.weight: " in text and "model/net.bias: " in text
-
-
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -126,35 +118,3 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["prove-resume", "--steps", "4"]) == 2
     shown = capsys.readouterr().err
     assert "ended before step 8" in shown and "at least 2 steps" in shown and "is not empty" in shown
-
-
-# ── whole proofs ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-CONFIG, ONE = str(ROOT / "configs/transformer.yaml"), str(ROOT / "configs/single.yaml")
-MAIN_JOB = [str(ROOT / "examples/train.py"), "fit", "--config", CONFIG, "--config", ONE]
-TWO, ALONE = ([f"--trainer.devices={n}", f"--trainer.strategy.data_parallel_shard_size={n}"] for n in (2, 1))
-
-
-@pytest.mark.sweep
-def test_the_documented_proof_prints_what_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("examples", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    page = (DOCS / "tools.md").read_text()
-    block = re.search(r"```\n\$ python -m lightning_shardckpt (prove-resume .*)\n((?:.*\n)+?)```", page)
-    assert block is not None
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(block[1])) == 0
-    assert capsys.readouterr().out == block[2]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("straight", "resumed"), [(TWO, []), (TWO, ALONE), ([], TWO)], ids=["2", "2 to 1", "1 to 2"])
-def test_the_main_job_resumes(
-    straight: list[str], resumed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    report = prove_resume([*MAIN_JOB, *straight], steps=6, resumed_args=resumed)
-    assert report.equal and not Path(report.plan.folder).exists(), report
-    assert (report.tolerance > 0) == bool(resumed)

@@ -14,13 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    Timer,
 )
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -105,19 +102,6 @@ class SkipsBatches(Plain):
         return None if index == 1 else super().training_step(batch, index)
 
 
-class EndsEpochs(Plain):
-    def on_train_batch_start(self, batch: Any, index: int) -> Any:
-        return -1 if index == 2 else None
-
-
-class TwoSchedulers(Plain):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2)
-        slow = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return [optimizer], [{"scheduler": cyclic, "interval": "step"}, slow]
-
-
 class DoesNotOptimize(Plain):
     def configure_optimizers(self) -> Any:
         return None
@@ -127,32 +111,17 @@ Made = tuple[type[Plain], dict[str, Any]]
 CASES: dict[str, Made] = {
     "nothing special": (Plain, {}),
     "validation in the epoch": (Plain, {"val_check_interval": 1}),
-    "validation by fraction": (Plain, {"val_check_interval": 0.5}),
-    "validation in every second epoch": (Plain, {"check_val_every_n_epoch": 2}),
-    "one batch again and again": (Plain, {"overfit_batches": 1}),
-    "limited batches": (Plain, {"limit_train_batches": 2, "limit_val_batches": 1}),
     "accumulation": (Plain, {"accumulate_grad_batches": 2}),
-    "accumulation by epoch": (Plain, {"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]}),
-    "clipping by value": (Plain, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "anomalies": (Plain, {"detect_anomaly": True}),
     "sanity check": (Plain, {"num_sanity_val_steps": 2}),
-    "profiler": (Plain, {"profiler": "simple"}),
-    "loaders made anew": (Plain, {"reload_dataloaders_every_n_epochs": 1}),
-    "bf16-mixed": (Plain, {"precision": "bf16-mixed"}),
     "bf16-true": (Plain, {"precision": "bf16-true"}),
-    "64-true": (Plain, {"precision": "64-true"}),
     "two validation loaders": (TwoLoaders, {}),
     "combined loaders": (Combined, {}),
     "skipped batches": (SkipsBatches, {}),
-    "an epoch ended by a hook": (EndsEpochs, {}),
-    "two schedulers": (TwoSchedulers, {}),
     "no optimizer": (DoesNotOptimize, {}),
     "fast_dev_run": (Plain, {"fast_dev_run": 2}),
     "max_steps": (Plain, {"max_steps": 4, "max_epochs": -1}),
-    "min_epochs": (Plain, {"min_epochs": 2, "callbacks": lambda: [EarlyStopping("val", stopping_threshold=100.0)]}),
     "early stopping": (Plain, {"max_epochs": 5, "callbacks": lambda: [EarlyStopping("train", 0.0, 1, mode="max")]}),
     "learning rates logged": (Plain, {"logger": True, "callbacks": lambda: [LearningRateMonitor()]}),
-    "timer": (Plain, {"callbacks": lambda: [Timer("00:00:10:00")]}),
     "averaged weights": (TwoLoaders, {"max_epochs": 4, "callbacks": lambda: [StochasticWeightAveraging(0.01, 1)]}),
     "checkpoints": (
         Plain,
@@ -211,23 +180,3 @@ def _both() -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
 def test_the_trainer_does_what_it_does_under_its_own_strategy(name: str) -> None:
     alone, sharded = _both()
     assert sharded[name] == alone[name]
-
-
-def find_learning_rate(sharded: bool) -> tuple[list[float], float | None, list[Any]]:
-    pl.seed_everything(1, verbose=False)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.chdir(folder)
-        module, trainer = Plain(), _trainer(sharded, {})
-        finder = Tuner(trainer).lr_find(module, num_training=20, min_lr=1e-4, max_lr=1)
-        assert finder is not None
-        trainer.fit(module)
-        os.chdir("/")
-    return finder.results["loss"], finder.suggestion(), module.seen
-
-
-@pytest.mark.slow
-def test_the_tuner_finds_the_same_learning_rate() -> None:
-    (alone,) = run_ranks(1, find_learning_rate, False, init_process_group=False)
-    (sharded,) = run_ranks(1, find_learning_rate, True)
-    assert sharded == alone
