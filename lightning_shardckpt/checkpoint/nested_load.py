@@ -114,7 +114,8 @@ class NestedLoad:
             StateError: see ``NestedObjects.of``.
             ValueError: for a malformed key mapping.
         """
-        self._key_mapping = KeyMapping.of(self._key_mapping)
+        if self._key_mapping is not None:
+            self._key_mapping = KeyMapping.of(self._key_mapping)
         self._objects = NestedObjects.of(self._state)
         if self._name is None:
             self._state_dict = self._objects.state_dict()
@@ -199,11 +200,11 @@ class NestedLoad:
             parameters = [n.removeprefix(self._prefix) for n in parameters_of(document, numbers.values())]
             common = [p for p in stored["modules"].values() if all(n.startswith(p) for n in parameters)]
             moved = {max(common, key=len, default=""): ""}
-        mapping, used = KeyMapping.of(self._key_mapping), [*numbers.values()]
+        mapping, used = self._key_mapping, [*numbers.values()]
         is_same = moved == {"": ""} and (not objects.optimizers or used == [*range(len(document))])
-        if self._prefix or not mapping.is_empty or not is_same:
+        if self._prefix or mapping is not None or not is_same:
             move = partial(_move_prefix, prefixes=moved)
-            source, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=used)
+            source, more = map_names(source, KeyMapping.of(mapping), prefix=self._prefix, move=move, optimizers=used)
             problems += more
         if prefixes and source.has_weights_only():
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}

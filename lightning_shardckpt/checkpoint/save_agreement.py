@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any, TypedDict
 
@@ -56,19 +57,18 @@ Digests = dict[str, dict[str, str]]
 
 def digest_replicas(replicas: Iterable[tuple[str, str, Any]]) -> Digests:
     """Return the digests of labelled, named tensors and JSON values. Runs at the speed of memory."""
-    digests: Digests = {}
-    filled: list[tuple[str, str, torch.Tensor]] = []
+    digests, of_tensors = Digests(), list[tuple[dict[str, str], str, torch.Tensor]]()
     for label, name, value in replicas:
         named = digests.setdefault(label, {})
-        if isinstance(value, torch.Tensor):
-            named[name] = str(tuple(value.shape))
-            if value.numel():
-                filled.append((label, name, value))
-        else:
+        if not isinstance(value, torch.Tensor):
             named[name] = checksum(json.dumps(value, sort_keys=True).encode())
-    values = digest_values(bit_digest(tensor) for *_, tensor in filled)
-    for (label, name, _), digest in zip(filled, values, strict=True):
-        digests[label][name] += f" {digest}"
+            continue
+        named[name] = str(tuple(value.shape))
+        if value.numel():
+            of_tensors.append((named, name, bit_digest(value)))
+    values = digest_values(digest for *_, digest in of_tensors)  # waits for the device once
+    for (named, name, _), digest in zip(of_tensors, values, strict=True):
+        named[name] += f" {digest}"
     return digests
 
 
@@ -124,11 +124,12 @@ def find_replicas(
             part, is_shared = parts[id(specs[key])]
             if is_shared and key not in leaves.pinned:
                 yield f"{group} {part}", f"{component}/{key}", local_tensor(tensor)
-    for kind, named in (("replicated", snapshot.replicated), ("settings", dict(_settings(snapshot.documents)))):
+    of_group, of_all = _values(snapshot.documents)
+    for kind, named in (("replicated", snapshot.replicated), ("settings", of_all)):
         label = f"{kind} {checksum(repr(sorted(named)).encode())}"  # common to ranks with the same names
         yield from ((label, name, value) for name, value in named.items())
-    yield f"{group} values", "", None  # so that a rank without values has the label, too
-    yield from ((f"{group} values", name, value) for name, value in _values(snapshot.documents))
+    # the label also for a rank without values
+    yield from ((f"{group} values", name, value) for name, value in {"": None, **of_group}.items())
 
 
 def find_replicas_of_groups(
@@ -158,23 +159,21 @@ def _part(layout: Layout, rank: int) -> tuple[str, bool]:
     return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
 
 
-def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values in documents that one rank of each group stores."""
-    for name, value in (documents.get("model") or {}).items():
-        yield f"model/{name}", value
+def _values(documents: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values in documents that one rank of each group stores, and those that one rank of all stores.
+
+    The latter are optimizers' settings, and their state without parameters.
+    """
+    of_group = {f"model/{name}": value for name, value in (documents.get("model") or {}).items()}
+    of_all = dict[str, Any]()
     for number, optimizer in (documents.get("optimizer") or {}).items():
+        start = f"optimizer/{number}"
         for name, entries in optimizer["values"].items():
-            for entry in entries:
-                yield from ((f"optimizer/{number}/{param}/{name}", entry["value"]) for param in entry["params"])
-
-
-def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield optimizers' settings and their state without parameters, stored by one rank of all."""
-    for number, optimizer in (documents.get("optimizer") or {}).items():
-        yield f"optimizer/{number}/own", optimizer.get("own")
+            of_group |= {f"{start}/{param}/{name}": entry["value"] for entry in entries for param in entry["params"]}
+        of_all[f"{start}/own"] = optimizer.get("own")
         for group, entries in optimizer["groups"].items():
-            for name, value in entries["hyper"].items():
-                yield f"optimizer/{number}/param_groups/{group}/{name}", value
+            of_all |= {f"{start}/param_groups/{group}/{name}": value for name, value in entries["hyper"].items()}
+    return of_group, of_all
 
 
 # ── values that ranks exchange ────────────────────────────────────────────────────────────────────────────────────────
@@ -237,7 +236,7 @@ def tables_as_root(tables: Tables, save_id: str, world: int) -> str:
 def held_by(tables: Tables, holders: Holders) -> Tables:
     """Return the tables with other holders of all tensors."""
     return {
-        name: Component({key: _held_by(spec, holders) for key, spec in table.tensors.items()}, table.aliases)
+        name: Component({key: replace(spec, holders=holders) for key, spec in table.tensors.items()}, table.aliases)
         for name, table in tables.items()
     }
 
@@ -255,7 +254,7 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
     trainer = reduce(merge_encoded, [group["trainer"] for group in groups])
     referred, joined = set(stored_keys(trainer)), _join_tables([root.components for root in roots])
-    tensors = table_of(joined, "trainer").tensors
+    tensors = joined.get("trainer", Component({})).tensors
     lost = [key for key, spec in tensors.items() if not spec.pinned and key not in referred]
     if lost:
         raise StateError(
@@ -266,42 +265,30 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     return tables_as_root(joined, roots[0].save_id, world), trainer
 
 
-def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
-    """Return the spec with other holders."""
-    return TensorSpec(spec.dtype, spec.shape, spec.layout, holders, spec.pinned)
-
-
-def table_of(tables: Mapping[str, Component], name: str) -> Component:
-    """Return one of the tables, or an empty one."""
-    return tables.get(name, Component({}))
-
-
 def _join_tables(tables: list[Tables]) -> Tables:
     """Return the union of the groups' tables; a tensor of several groups is held by the ranks of all of them.
 
     If a group has only an alias of a tensor, the tensor is joined under the name that the others use. Plain tensors of
     the trainer's state may differ; the first group's is kept.
     """
-    joined: Tables = {}
-    for table in tables:
-        for name, component in table.items():
-            known = joined.setdefault(name, Component({}))
-            known.aliases.update({a: key for a, key in component.aliases.items() if known.aliases.get(key) != a})
-    for table in tables:
-        for name, component in table.items():
-            known = joined[name]
-            for own_key, spec in component.tensors.items():
-                key = known.aliases.get(own_key, own_key)
-                other = known.tensors.get(key, spec)
-                if name == "trainer" and other.pinned and spec.pinned:
-                    known.tensors[key] = other
-                    continue
-                if (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
-                    raise MismatchError(
-                        f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
-                        f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
-                    )
-                known.tensors[key] = _held_by(spec, join_holders([*other.holders, *spec.holders]))
+    joined, components = Tables(), [item for table in tables for item in table.items()]
+    for name, component in components:
+        known = joined.setdefault(name, Component({}))
+        known.aliases.update({a: key for a, key in component.aliases.items() if known.aliases.get(key) != a})
+    for name, component in components:
+        known = joined[name]
+        for own_key, spec in component.tensors.items():
+            key = known.aliases.get(own_key, own_key)
+            other = known.tensors.get(key, spec)
+            if name == "trainer" and other.pinned and spec.pinned:
+                known.tensors[key] = other
+                continue
+            if (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
+                raise MismatchError(
+                    f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
+                    f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
+                )
+            known.tensors[key] = replace(spec, holders=join_holders([*other.holders, *spec.holders]))
     return joined
 
 

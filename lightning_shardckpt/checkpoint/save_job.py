@@ -31,7 +31,6 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     join_groups,
     refuse_differences,
     specs_of,
-    table_of,
     tables_as_root,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -281,7 +280,9 @@ class SaveJob:
             key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
             for key, tensor in self._snapshot.own.items()
         }
-        return {**tables, "trainer": Component({**table_of(tables, "trainer").tensors, **own})} if own else tables
+        if not own:
+            return tables
+        return {**tables, "trainer": Component({**tables.get("trainer", Component({})).tensors, **own})}
 
     def stage(self, agreed: Agreement, memory: HostMemory) -> None:
         """Copy this rank's content into ``memory``; from then on the live state may change. Runs on every rank."""

@@ -268,23 +268,23 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
+    files = {name: parse_file_info(name, *info) for name, info in value["files"].items()}
+    left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[str, _Extent] = {}
     for key, first in value["metadata"].items():
-        items = (first, *first["more"]) if "more" in first else (first,)
-        shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
-    files = {name: parse_file_info(name, *info) for name, info in value["files"].items()}
-    sizes = {name: file.nbytes for name, file in files.items()}
-    left = dict(sizes)
-    for key, entries in shards.items():
+        entries: tuple[ShardEntry, ...] = (_entry(first, extents),)  # nearly always the only one
+        if "more" in first:
+            entries += tuple([_entry(item, extents) for item in first["more"]])
         for entry in entries:
             file, nbytes = entry.file, entry.nbytes
             end, rest = entry.begin + nbytes, left[file] - nbytes
-            if end > sizes[file]:
-                raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {sizes[file]}")
+            if end > files[file].nbytes:
+                raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {files[file].nbytes}")
             if rest < 0:
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
             left[file] = rest
+        shards[check_text(key)] = entries
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 

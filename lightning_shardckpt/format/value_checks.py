@@ -126,9 +126,10 @@ def _check_pattern(value: Any, pattern: re.Pattern[str], expected: str) -> str:
 
 def check_digests(value: Any, count: int) -> str:
     """Return ``value`` if it is the hexadecimal digits of ``count`` checksums, else raise FormatError."""
-    if len(_check_pattern(value, _HEX_PATTERN, "a string of checksums")) != DIGITS * count:
-        raise FormatError(f"{len(value)} digits of checksums, expected {DIGITS} for each of {count} blocks")
-    return str(value)
+    text = _check_pattern(value, _HEX_PATTERN, "a string of checksums")
+    if len(text) != DIGITS * count:
+        raise FormatError(f"{len(text)} digits of checksums, expected {DIGITS} for each of {count} blocks")
+    return text
 
 
 def check_text(value: Any) -> str:

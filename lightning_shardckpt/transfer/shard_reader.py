@@ -154,6 +154,7 @@ def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> 
     read: list[Segment] = []
     file, low, high, needed = "", 0, 0, 0
     for request in requests:
+        entry = request.entry
         for segment in _segments(request, verify, sizes):
             _, first, last = segment
             length = last - first
@@ -162,11 +163,11 @@ def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> 
                 continue
             # requests for one box may interleave: a step back begins a new read
             is_near = low <= first <= high + needed // _GAP_SHARE and last - low <= sizes.window
-            if read and not (is_near and request.entry.file == file):
+            if read and not (is_near and entry.file == file):
                 yield read
                 read = []
             if not read:
-                file, low, high, needed = request.entry.file, first, first, 0
+                file, low, high, needed = entry.file, first, first, 0
             read.append(segment)
             high, needed = max(high, last), needed + length
     if read:

@@ -44,16 +44,12 @@ def block_bytes(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """The plan of a shard file: its header, and its pieces in stored order."""
+    """The plan of a shard file: its pieces in stored order, its header, and its size in bytes."""
 
     name: str
     pieces: tuple[Piece, ...]
     header: ShardHeader
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return self.header.begins[-1] + self.pieces[-1].nbytes
+    nbytes: int
 
 
 def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: float) -> list[FilePlan]:
@@ -61,7 +57,8 @@ def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: f
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
         entries: list[HeaderEntry] = [(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
-        files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
+        name, header = shard_file_name(component, rank, number), plan_header(entries)
+        files.append(FilePlan(name, tuple(group), header, header.begins[-1] + group[-1].nbytes))
     return files
 
 
