@@ -11,16 +11,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-    "limit_val_batches": 1,
-    "num_sanity_val_steps": 0,
-}
+from tests.support import tiny
+
+QUIET: dict[str, Any] = {**tiny.QUIET, "devices": 1, "log_every_n_steps": 1, "limit_val_batches": 1}
 
 
 class Asks(pl.Callback):
@@ -32,7 +25,7 @@ class Asks(pl.Callback):
 
 
 def trainer(folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    defaults = {**QUIET, "max_steps": 2, "default_root_dir": folder, "enable_checkpointing": False}
+    defaults = {**QUIET, "max_steps": 2, "default_root_dir": folder}
     return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
 
 

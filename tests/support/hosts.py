@@ -159,14 +159,9 @@ def launched(hosts: Hosts, script: Path, *args: str, launcher: Launcher | None =
         for host in range(2):
             before = [sys.executable] if launcher is None else launcher(host, hosts, port)
             env = os.environ | hosts.environment(host, port) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                hosts.on(host, [*before, str(script), *args]),
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            command = hosts.on(host, [*before, str(script), *args])
+            streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
             stack.callback(_end, process)
             processes.append(process)
         yield processes

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shardckpt.pytorch import ShardedStrategy
+from tests.support.tiny import QUIET
 
 VOCABULARY, LENGTH, GLOBAL_BATCH, STEPS = 23, 5, 12, 4
 TOLERANCE = 1e-12  # sums of float64 in another order
@@ -92,16 +93,8 @@ def qwen3(**options: Any) -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=8,
-        n_embd=12,
-        n_layer=2,
-        n_head=3,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 3}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return GPT2LMHeadModel(config)
 
 
@@ -116,15 +109,8 @@ def lora(net: nn.Module | None = None, **options: Any) -> nn.Module:
         return get_peft_model(net or llama(), config)
 
 
-_HF: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 18,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8,
-}
+_HF: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 18, "num_hidden_layers": 2}
+_HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8}
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
@@ -216,17 +202,7 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 def trainer_for(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
     options = {"max_epochs": 1, "precision": "64-true", "use_distributed_sampler": False} | options
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+    return pl.Trainer(devices=devices, strategy=strategy, **QUIET, **options)
 
 
 def twin(case: Case) -> Trained:

@@ -136,16 +136,8 @@ STRATEGIES: dict[str, Callable[[], Strategy | str]] = {
 
 
 def trainer(strategy: str, **options: Any) -> pl.Trainer:
-    lightnings = strategy in ("model parallel", "fsdp")
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ["LOCAL_WORLD_SIZE"]),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "plugins": [] if lightnings else [ShardCkptIO()],
-    }
+    plugins = [] if strategy in ("model parallel", "fsdp") else [ShardCkptIO()]
+    defaults = tiny.QUIET | {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "plugins": plugins}
     return pl.Trainer(strategy=STRATEGIES[strategy](), **(defaults | options))
 
 
@@ -154,14 +146,7 @@ def loader(*, shuffle: bool = True) -> DataLoader[Any]:  # shuffled as Lightning
     return DataLoader(TensorDataset(tokens), batch_size=2, shuffle=shuffle)
 
 
-def fit(
-    strategy: str,
-    steps: int,
-    save: str | None = None,
-    resume: str | None = None,
-    model: dict[str, Any] | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def fit(strategy: str, steps: int, save: Any = None, resume: Any = None, model: Any = None, **options: Any) -> Any:
     """Train up to ``steps``; returns this rank's losses and all state at the end, whole."""
     # what Lightning says of a loader without state, and torch of FSDP's ways, under their own strategies
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")

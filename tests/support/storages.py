@@ -28,22 +28,19 @@ class MemoryReader:
         self._files = files
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes."""
         return len(self._file(name))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on."""
         found = self._file(name)[offset : offset + len(target)]
         if len(found) != len(target):
             raise EOFError(f"{name} ends at byte {offset + len(found)}")
         target[:] = found
 
     def names(self) -> list[str]:
-        """Return every file, sorted."""
         return sorted(self._files)
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        pass
 
     def _file(self, name: str) -> bytes:
         if name not in self._files:
@@ -61,20 +58,17 @@ class MemoryDraft:
         self.notes: list[str] = []
 
     def begin(self) -> None:
-        """Do nothing: there is nothing to prepare."""
+        pass
 
     def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
-        """Keep a copy of the parts."""
         if name in self._files:
             raise FileExistsError(name)
         self._files[name] = b"".join(map(bytes, parts))
 
     def publish(self) -> None:
-        """Show the files at the path."""
         self._storage.checkpoints[self._path], self._files = self._files, {}
 
     def discard(self) -> None:
-        """Forget the files."""
         self._files = {}
 
 
@@ -88,17 +82,14 @@ class MemoryStorage:
         self._drafts: dict[tuple[str, str], MemoryDraft] = {}
 
     def open(self, path: str) -> MemoryReader:
-        """The checkpoint at ``path``."""
         if ROOT_NAME not in self.checkpoints.get(path, ()):
             raise CheckpointNotFoundError(f"no checkpoint at {path!r}: it has no {ROOT_NAME}")
         return MemoryReader(self.checkpoints[path])
 
     def draft(self, path: str, save_id: str) -> MemoryDraft:
-        """The draft that all ranks of this save share."""
         return self._drafts.setdefault((path, save_id), MemoryDraft(self, path))
 
     def remove(self, path: str) -> list[str]:
-        """Forget the checkpoint at ``path``."""
         self.open(path)
         del self.checkpoints[path]
         return []
@@ -159,7 +150,6 @@ class Gated(LocalStorage):
 
     @contextmanager
     def opened_when(self, waits: Callable[[], bool]) -> Iterator[None]:
-        """Shut until something is seen to be so."""
         over = threading.Event()
 
         def watch() -> None:
@@ -210,7 +200,7 @@ def gated_io(**options: Any) -> ShardCkptIO:
 
 _LOOKING = ("stat", "lstat", "unlink", "rmdir", "open")
 _LISTING = ("listdir", "scandir")
-_MOVING = ("rename", "replace")
+_MOVING, _MAKING = ("rename", "replace"), ("mkdir",)
 
 
 class Lag:
@@ -224,15 +214,11 @@ class Lag:
         """Base names that were asked for, or left out of a list, when they were there."""
 
     def __enter__(self) -> Lag:
-        for name in (*_LOOKING, *_LISTING, *_MOVING, "mkdir"):
-            self._originals[name] = getattr(os, name)
-        for name in _LOOKING:
-            setattr(os, name, self._looking(self._originals[name]))
-        for name in _LISTING:
-            setattr(os, name, self._listing(self._originals[name]))
-        for name in _MOVING:
-            setattr(os, name, self._moving(self._originals[name]))
-        os.mkdir = self._making(self._originals["mkdir"])  # type: ignore[assignment]
+        wrappers = {_LOOKING: self._looking, _LISTING: self._listing, _MOVING: self._moving, _MAKING: self._making}
+        for names, wrap in wrappers.items():
+            for name in names:
+                self._originals[name] = getattr(os, name)
+                setattr(os, name, wrap(self._originals[name]))
         self._originals["file"] = builtins.open
         builtins.open = self._looking(builtins.open)
         return self
@@ -243,11 +229,9 @@ class Lag:
             setattr(os, name, original)
 
     def knows(self, *paths: str) -> None:
-        """These were seen before."""
         self._known.update(paths)
 
     def _below(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path, if it is below the root."""
         if isinstance(path, int):
             return None
         base = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
@@ -255,11 +239,9 @@ class Lag:
         return found if found.startswith(self._root + "/") else None
 
     def _is_visible(self, path: str) -> bool:
-        if path == self._root:
-            return True
-        if not self._is_visible(os.path.dirname(path)):
+        if path != self._root and not self._is_visible(os.path.dirname(path)):
             return False
-        if path in self._known:
+        if path == self._root or path in self._known:
             return True
         try:
             changed = self._originals["lstat"](path).st_ctime
@@ -323,9 +305,7 @@ class Lag:
         return call
 
 
-class _Entries(list[Any]):
-    """What scandir gives, as a context, too."""
-
+class _Entries(list[Any]):  # what scandir gives
     def __enter__(self) -> _Entries:
         return self
 

@@ -43,7 +43,6 @@ class Bucket:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As a user gives them."""
         return {"endpoint_url": f"http://127.0.0.1:{self.port}", "key": "test", "secret": "test"}
 
     @property
@@ -57,11 +56,9 @@ class Bucket:
         }
 
     def url(self, *names: str) -> str:
-        """Of a place in it."""
         return "/".join((f"s3://{self.name}", *names))
 
     def listed(self) -> list[str]:
-        """Everything that is in it."""
         return sorted(one["Key"] for one in self._client().list_objects_v2(Bucket=self.name).get("Contents", ()))
 
     def uploads(self) -> list[str]:
@@ -69,11 +66,9 @@ class Bucket:
         return [one["Key"] for one in self._client().list_multipart_uploads(Bucket=self.name).get("Uploads", ())]
 
     def put(self, key: str, content: bytes = b"") -> None:
-        """Have an object there."""
         self._client().put_object(Bucket=self.name, Key=key, Body=content)
 
     def make(self) -> None:
-        """Make it."""
         self._client().create_bucket(Bucket=self.name)
 
     def _client(self) -> Any:
@@ -86,24 +81,16 @@ class Bucket:
 @contextmanager
 def server() -> Iterator[tuple[int, int]]:
     """The port of a running server, and its process id."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", _SERVER], text=True, **pipe) as process:
         try:
             yield int(process.stdout.readline()), process.pid
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(30)
 
 
 def bucket(port: int) -> Bucket:
-    """A new bucket."""
     found = Bucket(f"test-{uuid.uuid4().hex[:12]}", port)
     found.make()
     return found
@@ -130,12 +117,10 @@ class Asked:
 
     @property
     def is_part(self) -> bool:
-        """Whether it sends a part of a multipart upload."""
         return self.method == "PUT" and "partNumber" in self.path
 
     @property
     def is_root(self) -> bool:
-        """Whether it is about a root index."""
         return self.path.partition("?")[0].endswith(ROOT_NAME)
 
 
@@ -171,14 +156,12 @@ class Proxy:
         self._thread.join()
 
     def forget(self) -> None:
-        """Count from 0 again."""
         with self._lock:
             self.asked.clear()
             self._turns.clear()
             self.sent_bytes = self.received_bytes = 0
 
     def passed(self, name: str) -> bool:
-        """Whether an object whose key ends so was written before."""
         with self._lock:
             return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
 
@@ -253,13 +236,7 @@ class Proxy:
                 self.connection.close()
 
             def _answer(
-                self,
-                status: int,
-                headers: dict[str, str],
-                content: bytes,
-                *,
-                truncated: bool = False,
-                length: str | None = None,
+                self, status: int, headers: Any, content: bytes, truncated: bool = False, length: str | None = None
             ) -> None:
                 self.send_response(status)
                 for name, value in headers.items():
@@ -275,18 +252,11 @@ class Proxy:
                     self.wfile.flush()
                     self._drop()
 
-            def log_message(self, *args: object) -> None:
-                """Quiet."""
+            def log_message(self, *args: object) -> None: ...
 
         return Handler
 
 
 SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}
-CODES: dict[int | str, str] = {
-    "expired": "ExpiredToken",
-    403: "AccessDenied",
-    404: "NoSuchKey",
-    429: "SlowDown",
-    503: "SlowDown",
-}
-CODES |= {500: "InternalError", 501: "NotImplemented"}
+CODES: dict[int | str, str] = {"expired": "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown"}
+CODES |= {500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}

@@ -19,6 +19,8 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 EXECUTES = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
 """Options of ``fit`` for a file with classes in it; Lightning 2.5 has no such option, and reads them anyway."""
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
 VOCABULARY = 37  # odd: no world size of the tests divides it
 TP_PLAN = {
     "embed": "embedding_rowwise",
@@ -185,17 +187,8 @@ def trainer(strategy: Mapping[str, Any] | str, tuning: Tuning = TUNING, **option
 
     ``strategy``: arguments of ShardedStrategy, which gets the ``tuning``, or a name of Lightning's.
     """
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "plugins": [ShardCkptIO()],
-    }
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    defaults = QUIET | {"devices": devices, "log_every_n_steps": 1, "plugins": [ShardCkptIO()]}
     chosen = strategy if isinstance(strategy, str) else ShardedStrategy(**strategy)
     if isinstance(chosen, ShardedStrategy):
         chosen.tuning = tuning
