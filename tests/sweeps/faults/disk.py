@@ -22,9 +22,7 @@ def full_disks(scenario: Scenario) -> list[Outcome] | str:
     """Trials with every number of free pages, then of free inodes, from none to enough; or why that can't be tried."""
     with scratch() as folder:
         template, _ = prepared(scenario, folder)
-        (found,) = spread(_in_own_namespace, [(scenario, template, folder)], 1)
-    outcomes: list[Outcome] | str = found
-    return outcomes
+        return spread(_in_own_namespace, [(scenario, template, folder)], 1)[0]  # type: ignore[no-any-return]
 
 
 def _in_own_namespace(job: tuple[Scenario, str, str]) -> list[Outcome] | str:
@@ -63,11 +61,8 @@ def _attempt(scenario: Scenario, template: str, folder: str, fault: Fault) -> Ou
         shutil.copytree(template, root, symlinks=True)
         used = os.statvfs(disk)
         pages, inodes = used.f_blocks - used.f_bfree, used.f_files - used.f_ffree
-        left = (
-            f"size={(pages + fault.number) * used.f_frsize}"
-            if fault.kind == "full"
-            else f"nr_inodes={inodes + fault.number}"
-        )
+        sizes = {"full": f"size={(pages + fault.number) * used.f_frsize}"}
+        left = sizes.get(fault.kind, f"nr_inodes={inodes + fault.number}")
         if left != "size=0":  # which would mean no limit
             _call("mount", b"tmpfs", os.fsencode(disk), b"tmpfs", _REMOUNT, left.encode())
         end = acted(scenario, root, lambda: scenario.act(root, Ranks.alone()), NO_FAULT, False)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 from tests.sweeps.faults.inject import NO_FAULT, Change
 from tests.sweeps.faults.trial import WORKERS, Found, Scenario, action, prepared, scratch, spread
@@ -75,10 +75,9 @@ class Disk:
                     parent.entries[name] = File()
                     parent.changed()
                 elif change.data:
-                    self._file(change.path).content = b""
+                    self._node(change.path).content = b""
             case "write" | "truncate":
-                file = self._file(change.path)
-                assert isinstance(file.content, bytes)
+                file = self._node(change.path)
                 file.content = _written(file.content, change)
             case "sync":
                 self._sync(change.path)
@@ -115,23 +114,15 @@ class Disk:
             named = [i for i, version in enumerate(parent.versions) if version.get(name) is node]
             parent.versions = parent.versions[min(named, default=0) :]
 
-    def _node(self, path: str) -> Node:
-        node: Node = self.root
+    def _node(self, path: str) -> Any:
+        node: Any = self.root
         for name in [] if path == "." else path.split("/"):
-            assert isinstance(node, Directory)
             node = node.entries[name]
         return node
 
-    def _file(self, path: str) -> File:
-        node = self._node(path)
-        assert isinstance(node, File)
-        return node
-
-    def _parent(self, path: str) -> tuple[Directory, str]:
+    def _parent(self, path: str) -> tuple[Any, str]:
         folder, _, name = path.rpartition("/")
-        parent = self._node(folder or ".")
-        assert isinstance(parent, Directory)
-        return parent, name
+        return self._node(folder or "."), name
 
 
 def _written(content: bytes, change: Change) -> bytes:
@@ -179,18 +170,14 @@ class Loss:
 
     @property
     def problem(self) -> str | None:
-        if self.found in ("mixed", "lost") or (self.done == self.of and self.found != "new"):
-            when = "the action had returned" if self.done == self.of else f"call {self.done}, {self.after!r},"
-            return f"{self.scenario}: {self.found} in {self.states} states if the power fails after {when}"
-        return None
+        if self.found not in ("mixed", "lost") and (self.done < self.of or self.found == "new"):
+            return None
+        when = "the action had returned" if self.done == self.of else f"call {self.done}, {self.after!r},"
+        return f"{self.scenario}: {self.found} in {self.states} states if the power fails after {when}"
 
 
 def losses(
-    scenario: Scenario,
-    *,
-    names_with_files: bool = False,
-    without: Callable[[Change], bool] = lambda change: False,
-    every: int = 1,
+    scenario: Scenario, *, names_with_files: bool = False, without: Any = lambda change: False, every: int = 1
 ) -> list[Loss]:
     """Lose power at every moment of an action, as if it had not made the changes that ``without`` names.
 
@@ -200,9 +187,7 @@ def losses(
         template, _ = prepared(scenario, folder)
         ends = action(scenario, template, os.path.join(folder, "recorded", "root"), 0, NO_FAULT, True)
         log = sorted((c for end in ends for c in end.changes if not without(c)), key=lambda c: c.at_ns)
-        root = read(template)
-        assert isinstance(root, Directory)
-        moments = list(_moments(Disk(root, names_with_files), log))
+        moments = list(_moments(Disk(read(template), names_with_files), log))
         distinct = sorted(set().union(*moments), key=repr)[::every]
         jobs = [(scenario, folder, state) for state in distinct]
         found = dict(zip(distinct, spread(_load, jobs, WORKERS), strict=True))

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,11 @@ import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.system.tuning import Tuning
-from tests.sweeps.faults.inject import NO_FAULT, READING, WRITES, Change, Fault, FaultKind, Interposer
+from tests.sweeps.faults.inject import NO_FAULT, READING, WRITES, Change, Fault, Interposer
 
 Found = Literal["old", "new", "mixed", "lost"]
-ERRNOS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENAMETOOLONG,
-)  # fmt: skip
+ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE)
+ERRNOS += (errno.ENAMETOOLONG,)
 WORKERS, WAITING_WORKERS = 3, 16  # the latter where ranks wait for each other most of the time
 HUNG_S = 30.0  # a rank that lives for so long after the start of a trial hangs
 LOOK_S = 0.1  # how often a rank looks for dead ones: Ranks' default makes a sweep ten times as long, and no better
@@ -46,14 +46,10 @@ class Scenario:
     act: Callable[[str, Ranks], None]
     found: Callable[[str], Found]
     repeat: Callable[[str], None]
-    exchange: bool = True
-    """Whether the file system can exchange two names."""
-    prepared_by: int = 0
-    """How many ranks prepare, if not ``world``."""
-    named: bool = True
-    """Whether errors name the rank and the path."""
-    durable: bool = True
-    """Whether it survives a loss of power."""
+    exchange: bool = True  # whether the file system can exchange two names
+    prepared_by: int = 0  # how many ranks prepare, if not ``world``
+    named: bool = True  # whether errors name the rank and the path
+    durable: bool = True  # whether it survives a loss of power
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +89,7 @@ def spread(fn: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> list[
         for worker in range(min(workers, len(jobs))):
             pid = os.fork()
             if pid == 0:
-                _in_child(
-                    lambda w=worker: Path(folder, f"{w}").write_bytes(  # type: ignore[misc]
-                        pickle.dumps([fn(job) for job in jobs[w::workers]])
-                    )
-                )
+                _in_child(Path(folder, f"{worker}"), lambda w=worker: [fn(job) for job in jobs[w::workers]])
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         if any(codes):
@@ -108,10 +100,10 @@ def spread(fn: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> list[
     return results
 
 
-def _in_child(work: Callable[[], Any]) -> None:
+def _in_child(report: Path, work: Callable[[], Any]) -> None:
     code = 1
     try:
-        work()
+        report.write_bytes(pickle.dumps(work()))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -132,7 +124,8 @@ def together(
             if pid == 0:
                 signal.pthread_sigmask(signal.SIG_SETMASK, old)
                 own = fault if each == rank else NO_FAULT
-                _in_child(lambda r=each, f=own: _take_part(scenario, root, collective, r, f, record, folder))  # type: ignore[misc]
+                take_part = partial(_take_part, scenario, root, collective, each, own, record, folder)
+                _in_child(Path(folder, f"{each}"), take_part)
             pids[pid] = each
         codes = _wait(dict(pids), started + HUNG_S)
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
@@ -140,22 +133,15 @@ def together(
 
 
 def _take_part(
-    scenario: Scenario,
-    root: str,
-    collective: Callable[[str, Ranks], None],
-    rank: int,
-    fault: Fault,
-    record: bool,
-    folder: str,
-) -> None:
+    scenario: Scenario, root: str, collective: Any, rank: int, fault: Fault, record: bool, folder: str
+) -> End:
     stacks = os.open(os.path.join(folder, f"{rank}.stacks"), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     ranks = Ranks.alone()
     if scenario.world > 1:
         store = dist.FileStore(os.path.join(folder, "store"), scenario.world)  # type: ignore[attr-defined]
         ranks = Ranks(store, rank, scenario.world, HUNG_S / 2, tuning=Tuning(host_look_s=LOOK_S))
-    end = acted(scenario, root, lambda: collective(root, ranks), fault, record)
-    Path(folder, f"{rank}").write_bytes(pickle.dumps(end))
+    return acted(scenario, root, lambda: collective(root, ranks), fault, record)
 
 
 def acted(scenario: Scenario, root: str, work: Callable[[], None], fault: Fault, record: bool) -> End:
@@ -199,8 +185,7 @@ def _end(report: Path, code: int | None) -> End:
         return End("killed")
     if code != 0:
         return End("raised", f"exit status {code}: an error outside of the action; see its output")
-    end: End = pickle.loads(report.read_bytes())
-    return end
+    return pickle.loads(report.read_bytes())  # type: ignore[no-any-return]
 
 
 def prepared(scenario: Scenario, folder: str) -> tuple[str, tuple[End, ...]]:
@@ -248,9 +233,7 @@ def repeated(scenario: Scenario, root: str) -> Iterator[str]:
 
 def leftovers(root: str) -> list[str]:
     """Temporaries below a root."""
-    return sorted(
-        n for _, folders, files in os.walk(root) for n in (*folders, *files) if n.startswith(".tmp-")
-    )
+    return sorted(n for _, folders, files in os.walk(root) for n in (*folders, *files) if n.startswith(".tmp-"))
 
 
 def judged(scenario: Scenario, root: str, rank: int, fault: Fault, ends: Sequence[End], found: Found) -> Iterator[str]:
@@ -295,20 +278,16 @@ def kills(calls: Sequence[str]) -> Iterator[Fault]:
             yield Fault("half", number)
 
 
-def errors(
-    calls: Sequence[str], codes: Sequence[int] = ERRNOS, kinds: Sequence[FaultKind] = ("errno", "sticky")
-) -> Iterator[Fault]:
+def errors(calls: Sequence[str], codes: Sequence[int] = ERRNOS) -> Iterator[Fault]:
     """Each error at each call, once and from there on; and writes that write half."""
     for number, call in enumerate(calls, 1):
         for code in codes:
-            yield from (Fault(kind, number, code) for kind in kinds)
+            yield from (Fault("errno", number, code), Fault("sticky", number, code))
         if call.split()[0] in WRITES:
             yield from (Fault("short", number), Fault("short from on", number))
 
 
-def sweep(
-    scenario: Scenario, faults_of: Callable[[Sequence[str]], Iterable[Fault]], *, every: int = 1
-) -> list[Outcome]:
+def sweep(scenario: Scenario, faults_of: Callable[[Any], Iterable[Fault]], *, every: int = 1) -> list[Outcome]:
     """Every fault, or one of ``every``, on every rank of a scenario, each in a trial of its own."""
     with scratch() as folder:
         template, ends = prepared(scenario, folder)
