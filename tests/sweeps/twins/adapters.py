@@ -11,9 +11,7 @@ from torch.nn import functional as F
 from tests.sweeps.twins.base import CLASSES, WIDTH, Manual, Natural, Net
 
 
-class LowRank(nn.Module):
-    """The change of a linear layer by two narrow matrices."""
-
+class LowRank(nn.Module):  # the change of a linear layer by two narrow matrices
     def __init__(self, linear: nn.Linear, rank: int = 2, scale: float = 0.5) -> None:
         super().__init__()
         self.down = nn.Parameter(torch.linspace(-0.5, 0.5, rank * linear.in_features).view(rank, linear.in_features))
@@ -27,9 +25,7 @@ class LowRank(nn.Module):
         return self.up @ self.down * self.scale
 
 
-class Frozen(Natural, abstract=True):
-    """A frozen network; what trains is added by others."""
-
+class Frozen(Natural, abstract=True):  # a frozen network; what trains is added by others
     def build(self) -> None:
         self.net = Net().requires_grad_(False)
 
@@ -65,9 +61,7 @@ class LoraByHooksOfParts(Frozen):
         self.net.head.requires_grad_(True)
 
 
-class Lora(nn.Linear):
-    """A linear layer with an adapter that can be merged into its weight."""
-
+class Lora(nn.Linear):  # a linear layer with an adapter that can be merged into its weight
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lora = LowRank(self)
@@ -98,9 +92,7 @@ class MergesAndBeginsAnew(Frozen, max_epochs=2):
 
 
 class SwapsAdaptersByBatch(Frozen, max_epochs=2):
-    class Layer(nn.Module):
-        """A layer with two adapters, of which one is active."""
-
+    class Layer(nn.Module):  # a layer with two adapters, of which one is active
         active = "one"
 
         def __init__(self) -> None:

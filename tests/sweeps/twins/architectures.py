@@ -13,9 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net
 
 
-class RoutesInOneTensor(Natural):
-    """Weights of all experts in one 3-D parameter, and ``bmm``."""
-
+class RoutesInOneTensor(Natural):  # weights of all experts in one 3-D parameter, and ``bmm``
     def build(self) -> None:
         super().build()
         self.up = nn.Parameter(torch.randn(3, WIDTH, 6) / 3)
@@ -30,9 +28,7 @@ class RoutesInOneTensor(Natural):
         return F.cross_entropy(self.net.head(picked + single), batch[1])
 
 
-class Packed(Natural):
-    """Sequences of several lengths, packed; the last state of each."""
-
+class Packed(Natural):  # sequences of several lengths, packed; the last state of each
     def build(self) -> None:
         self.embed = nn.Embedding(7, WIDTH, padding_idx=0)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, proj_size=4)
@@ -47,9 +43,7 @@ class Packed(Natural):
         return F.cross_entropy(self.head(torch.cat([h[0], h[1]], 1)), batch[1])
 
 
-class Bags(Natural):
-    """``EmbeddingBag`` with weights of samples and offsets, one-hot products."""
-
+class Bags(Natural):  # ``EmbeddingBag`` with weights of samples and offsets, one-hot products
     def build(self) -> None:
         self.bag = nn.EmbeddingBag(7, WIDTH, mode="sum", include_last_offset=False)
         self.mean = nn.EmbeddingBag(7, WIDTH, mode="mean", padding_idx=1)
@@ -64,9 +58,7 @@ class Bags(Natural):
         return F.cross_entropy(self.head(x + flat + hot), batch[1])
 
 
-class FourierLayer(nn.Module):
-    """As in Fourier neural operators: complex weights."""
-
+class FourierLayer(nn.Module):  # as in Fourier neural operators: complex weights
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128) / 3)
@@ -95,9 +87,7 @@ class Spectral(Natural, gradient_clip_val=0.5):
         return torch.optim.Adam(self.parameters(), 1e-2, eps=1e-3)
 
 
-class SpectralOnce(Spectral):
-    """Complex weights that only some steps use."""
-
+class SpectralOnce(Spectral):  # complex weights that only some steps use
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index % 2:
             return self.loss(batch) + self.operator.unused.abs().square().sum()
@@ -127,9 +117,7 @@ class KeepsComplexPartsNegative(Natural):
 # ── what modules keep beside their parameters: running means, averages, decisions ──────────────────────────────────
 
 
-class RunningMean(nn.Module):
-    """Normalizes by a mean of the batches so far, each rank by its own."""
-
+class RunningMean(nn.Module):  # normalizes by a mean of the batches so far, each rank by its own
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
@@ -152,9 +140,7 @@ class NormalizesByRunningMean(Natural):
         return F.cross_entropy(self.net(self.norm(batch[0])), batch[1])
 
 
-class NormalizesByAllRanks(Natural):
-    """The same, with what all ranks have."""
-
+class NormalizesByAllRanks(Natural):  # the same, with what all ranks have
     def build(self) -> None:
         super().build()
         self.register_buffer("mean", torch.zeros(6))
@@ -166,26 +152,20 @@ class NormalizesByAllRanks(Natural):
         return F.cross_entropy(self.net(batch[0] - self.mean), batch[1])
 
 
-class DecidesAlone(Natural):
-    """A weight that is multiplied by a number of the rank's own batch."""
-
+class DecidesAlone(Natural):  # a weight that is multiplied by a number of the rank's own batch
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
         self.net.head.weight.mul_(1 - 0.01 * batch[0].abs().mean().item())
 
 
-class ScalesByItsOwnLoss(Natural):
-    """A learning rate that follows the loss of the rank's own batch."""
-
+class ScalesByItsOwnLoss(Natural):  # a learning rate that follows the loss of the rank's own batch
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch)
         self.trainer.optimizers[0].param_groups[0]["lr"] = 0.05 * loss.item()
         return loss
 
 
-class KeepsCopiesInBuffers(Natural):
-    """Buffers that are computed of weights: their products, norms, and a projection."""
-
+class KeepsCopiesInBuffers(Natural):  # buffers that are computed of weights: their products, norms, and a projection
     def build(self) -> None:
         super().build()
         self.register_buffer("gram", torch.zeros(CLASSES, CLASSES), persistent=False)
@@ -205,9 +185,7 @@ class KeepsCopiesInBuffers(Natural):
 # ── between a layer whose columns a tensor-parallel plan shards, and the next one, whose rows it shards ─────────────
 
 
-class Between(nn.Module):
-    """A block that does something to its hidden activation."""
-
+class Between(nn.Module):  # a block that does something to its hidden activation
     kept: Tensor
 
     def __init__(self, hidden: Callable[[Between, Tensor], Tensor], wide: int) -> None:

@@ -102,9 +102,7 @@ class FinetunesBackbone(
         return F.cross_entropy(self.net(self.backbone(batch[0])), batch[1])
 
 
-class Watch(pl.Callback):
-    """Reads all that a callback of a logger might."""
-
+class Watch(pl.Callback):  # reads all that a callback of a logger might
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             module.seen += [p.grad.norm().item() / (p.norm().item() + 1) for p in group["params"] if p.grad is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,9 +70,7 @@ class DecidesByValues(Natural):
         self.net.head.bias.add_(float(w.mean()) * w.shape[0])
 
 
-class PenalizesWeights(Natural):
-    """By squares, orthogonality, spectral norms and variance."""
-
+class PenalizesWeights(Natural):  # by squares, orthogonality, spectral norms and variance
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         w, v = self.net.head.weight, self.net.layers[1].b.weight
         penalty = sum(p.pow(2).sum() for p in self.parameters())
@@ -93,9 +90,7 @@ class UsesWeightsByHand(Natural):
         return F.cross_entropy(torch.einsum("bi,ci->bc", x, self.net.head.weight) + self.net.head.bias, batch[1])
 
 
-class UsesWeightsInInferenceMode(Natural):
-    """After each step, and changes one."""
-
+class UsesWeightsInInferenceMode(Natural):  # after each step, and changes one
     @torch.inference_mode()
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
         weight = self.net.head.weight
@@ -104,9 +99,7 @@ class UsesWeightsInInferenceMode(Natural):
         self.seen += [float(v.sum()) for v in (F.linear(x, weight), x @ weight.t(), weight[0], (weight - 1)[0])]
 
 
-class ReducesLoss(Natural):
-    """For a log, in place: the loss trains as it did."""
-
+class ReducesLoss(Natural):  # for a log, in place: the loss trains as it did
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch)
         self.seen.append(float(self.trainer.strategy.reduce(loss)))
@@ -173,19 +166,7 @@ for _name, _way in WAYS.items():
     type(_name, (Teacher,), {"follow": _way})
 
 
-class Byol(pl.Callback):
-    """As in Lightning Bolts."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        by_assignment(self, module.teacher, module.net)
-
-
-class FollowsByCallback(Teacher, callbacks=lambda: [Byol()]): ...
-
-
-class FollowsByTorch(Natural):
-    """torch's AveragedModel, made when fit starts."""
-
+class FollowsByTorch(Natural):  # torch's AveragedModel, made when fit starts
     def on_fit_start(self) -> None:
         if not hasattr(self, "average"):
             object.__setattr__(self, "average", AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
@@ -197,9 +178,7 @@ class FollowsByTorch(Natural):
         self.seen.append(float(self.average(ones).sum()))
 
 
-class LitEma(nn.Module):
-    """As in Stable Diffusion: a copy of the parameters, in buffers."""
-
+class LitEma(nn.Module):  # as in Stable Diffusion: a copy of the parameters, in buffers
     def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
         super().__init__()
         self.register_buffer("decay", torch.tensor(decay))
@@ -241,9 +220,7 @@ class KeepsShadowInBuffers(Validated, limit_val_batches=2):
         self.log("val", loss, sync_dist=True)
 
 
-class SwapsAround(pl.Callback):
-    """Weights of its own while the module is validated."""
-
+class SwapsAround(pl.Callback):  # weights of its own while the module is validated
     def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.shadow = [p.detach().clone() * 0.5 for p in module.parameters()]
 
@@ -264,18 +241,7 @@ class IsSwappedForValidation(Validated, callbacks=lambda: [SwapsAround()], limit
 # ── other changes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ConstrainsNorms(Natural):
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        for p in self.parameters():
-            n = p.norm().item()
-            if n > 1:
-                p.mul_(1 / n)
-
-
-class ConstrainsRows(Natural):
-    """Max-norm of rows, as Keras has it."""
-
+class ConstrainsRows(Natural):  # max-norm of rows, as Keras has it
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
         w = self.net.head.weight
@@ -345,25 +311,7 @@ class DecaysByHand(Natural):
             p.grad += 1e-2 * p
 
 
-class CopiesItself(Natural):
-    """A copy of a part that is made while it trains, and used."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index == 0:
-            object.__setattr__(self, "old", copy.deepcopy(self.net))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        loss = self.loss(batch)
-        if index > 0:
-            with torch.no_grad():
-                before = self.old(batch[0])
-            loss = loss + (self.net(batch[0]) - before).square().mean()
-        return loss
-
-
-class Freezes(Natural):
-    """Thaws and freezes parts while it trains."""
-
+class Freezes(Natural):  # thaws and freezes parts while it trains
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         self.net.layers[0].requires_grad_(index % 2 == 1)
         self.net.embed.weight.requires_grad = index > 1
@@ -384,9 +332,7 @@ class Tied(Natural):
         return loss + F.linear(features, self.net.decoder.weight).square().mean()
 
 
-class HoldsAList(Natural):
-    """Keeps parameters in a list of its own."""
-
+class HoldsAList(Natural):  # keeps parameters in a list of its own
     def build(self) -> None:
         super().build()
         self.weights = [p for n, p in self.net.named_parameters() if n.endswith("weight") and p.ndim > 1]
@@ -420,9 +366,7 @@ class WritesThroughViews(Natural):
         w.copy_(w.flip(0))
 
 
-class AssignsTwiceInStep(Natural):
-    """New memory may lie where memory of the values before the last ones was."""
-
+class AssignsTwiceInStep(Natural):  # new memory may lie where memory of the values before the last ones was
     def build(self) -> None:
         super().build()
         self.weight = nn.Parameter(torch.ones(64, WIDTH))
@@ -435,9 +379,7 @@ class AssignsTwiceInStep(Natural):
         return self.loss(batch) + self.weight.square().mean()
 
 
-class AssignsOneElement(Natural):
-    """One rank has no row of the bias."""
-
+class AssignsOneElement(Natural):  # one rank has no row of the bias
     lr = 0.01  # with more, the weights grow without bound
 
     def build(self) -> None:

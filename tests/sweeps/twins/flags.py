@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 from tests.sweeps.twins.base import BATCH, BY_FUNCTION, CLASSES, Natural, dataset
 
 
-class Logged(Natural, abstract=True):
-    """At the end it has seen all that was logged, the step and the learning rates."""
-
+class Logged(Natural, abstract=True):  # at the end it has seen all that was logged, the step and the learning rates
     def on_train_end(self) -> None:
         self.seen += [float(v) for _, v in sorted(self.trainer.callback_metrics.items())]
         self.seen.append(float(self.trainer.global_step))
@@ -97,9 +95,7 @@ class SkipsAnEpoch(Logged, max_epochs=2):
 class LooksForAnomalies(Logged, limit_train_batches=1.0, detect_anomaly=True, deterministic=True): ...
 
 
-class Loads(Logged, abstract=True):
-    """Has a loader of its own."""
-
+class Loads(Logged, abstract=True):  # has a loader of its own
     more: Any = None
 
     def train_dataloader(self) -> Any:
@@ -119,9 +115,7 @@ class ValidatesBySteps(
 
 class ValidatesWithGradients(
     Validated, num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, whole=BY_FUNCTION
-):
-    """Test-time adaptation: a gradient in validation."""
-
+):  # test-time adaptation: a gradient in validation
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         with torch.enable_grad():
             x = batch[0].clone().requires_grad_()
@@ -157,9 +151,7 @@ class LetsLightningShuffle(Loads, use_distributed_sampler=True, max_epochs=2):
         return loss
 
 
-class HooksEverywhere(Validated, max_epochs=2, limit_val_batches=1):
-    """Changes in hooks that are seldom used."""
-
+class HooksEverywhere(Validated, max_epochs=2, limit_val_batches=1):  # changes in hooks that are seldom used
     def on_train_start(self) -> None:
         self.net.scale.data.mul_(0.9)
 
@@ -201,9 +193,7 @@ class FindsItsRate(Logged, callbacks=lambda: [LearningRateFinder(**FINDER)]):
         self.lr = 0.05
 
 
-class MixesPrecisions(Logged, precision="bf16-mixed", tolerance=0.02):
-    """On batches of float32."""
-
+class MixesPrecisions(Logged, precision="bf16-mixed", tolerance=0.02):  # on batches of float32
     def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
         return [t.float() if t.is_floating_point() else t for t in batch]
 
@@ -226,9 +216,7 @@ class LooksAtGradientsOfActivations(Logged):
             self.seen.append(float(self.trainer.strategy.reduce(torch.tensor(value, dtype=torch.float64))))
 
 
-class GathersUnevenly(Logged):
-    """A last batch that is smaller, and features of all ranks."""
-
+class GathersUnevenly(Logged):  # a last batch that is smaller, and features of all ranks
     def train_dataloader(self) -> Any:
         place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         rows = torch.utils.data.Subset(dataset(), range(place["rank"], 21, place["num_replicas"]))

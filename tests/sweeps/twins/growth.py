@@ -14,17 +14,13 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
 
 
-class Regroups(Natural, abstract=True):
-    """Tells its optimizer."""
-
+class Regroups(Natural, abstract=True):  # tells its optimizer
     def exchange(self, old: list[Tensor], new: list[Tensor]) -> None:
         group = self.trainer.optimizers[0].param_groups[0]
         group["params"] = [p for p in group["params"] if not any(p is q for q in old)] + new
 
 
-class AddsAHead(Natural):
-    """A module that comes while it trains, with a param group of its own."""
-
+class AddsAHead(Natural):  # a module that comes while it trains, with a param group of its own
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if index == 1:
             torch.manual_seed(5)
@@ -37,9 +33,7 @@ class AddsAHead(Natural):
         return F.cross_entropy(out + self.extra(features) if hasattr(self, "extra") else out, batch[1])
 
 
-class ReplacesItsHead(Regroups):
-    """A head for other classes, made where an epoch begins; the optimizer is told."""
-
+class ReplacesItsHead(Regroups):  # a head for other classes, made where an epoch begins; the optimizer is told
     def on_train_epoch_start(self) -> None:
         torch.manual_seed(5)
         old = list(self.net.head.parameters())
@@ -65,9 +59,7 @@ class NormsWeightsLate(Regroups):
         self.exchange([old], list(self.net.head.parametrizations.weight.parameters()))
 
 
-class BuildsItsOptimizerLate(Manual):
-    """One made in ``on_train_start``, for a part that is made there."""
-
+class BuildsItsOptimizerLate(Manual):  # one made in ``on_train_start``, for a part that is made there
     def configure_optimizers(self) -> None: ...
 
     def on_train_start(self) -> None:
@@ -119,9 +111,7 @@ class ParametrizesLate(Natural):
             parametrize.remove_parametrizations(self.net.head, "weight")
 
 
-class KeepsAnOptimizer(Natural, max_epochs=2):
-    """Goes back to earlier weights together with the state of the optimizer."""
-
+class KeepsAnOptimizer(Natural, max_epochs=2):  # goes back to earlier weights together with the state of the optimizer
     def on_train_epoch_end(self) -> None:
         optimizer = self.trainer.optimizers[0]
         if self.current_epoch == 0:
@@ -132,9 +122,7 @@ class KeepsAnOptimizer(Natural, max_epochs=2):
             self.seen.append(float(sum(s["momentum_buffer"].norm() for s in optimizer.state.values())))
 
 
-class CopiesAndTrains(Manual):
-    """Reptile: a copy of the net is trained by itself, and the net moves towards it."""
-
+class CopiesAndTrains(Manual):  # reptile: a copy of the net is trained by itself, and the net moves towards it
     def training_step(self, batch: list[Tensor], index: int) -> None:
         fast = copy.deepcopy(self.net)
         inner = torch.optim.SGD(fast.parameters(), 0.1)
@@ -191,17 +179,13 @@ class Swaps(Natural):
         self.seen.append(float(one.a.weight.sum()))
 
 
-class IsLazy(Natural):
-    """Layers that get their shapes in a dry run."""
-
+class IsLazy(Natural):  # layers that get their shapes in a dry run
     def build(self) -> None:
         self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(CLASSES))
         self.net(torch.zeros(1, 6))
 
 
-class GrowsInConfigure(Natural):
-    """Parts that ``setup`` and ``configure_model`` add."""
-
+class GrowsInConfigure(Natural):  # parts that ``setup`` and ``configure_model`` add
     def build(self) -> None:
         super().build()
         self.more = nn.Sequential(Block())

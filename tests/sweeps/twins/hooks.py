@@ -16,9 +16,7 @@ class ScalesByHook(Natural):
             p.register_hook(lambda g: g * 0.1)
 
 
-class MasksByHook(Natural):
-    """Registered in ``__init__``, as gradient masks of pruned or adapted weights are."""
-
+class MasksByHook(Natural):  # registered in ``__init__``, as gradient masks of pruned or adapted weights are
     def build(self) -> None:
         super().build()
         for p in (self.net.layers[1].b.weight, self.net.head.weight, self.net.embed.bias):
@@ -26,9 +24,7 @@ class MasksByHook(Natural):
             p.register_hook(lambda g, mask=mask: g * mask.to(g))
 
 
-class ClampsByHook(Natural):
-    """Not linear: it must see the gradient of all batches."""
-
+class ClampsByHook(Natural):  # not linear: it must see the gradient of all batches
     def build(self) -> None:
         super().build()
         self.handles = [p.register_hook(lambda g: g.clamp(-1e-2, 1e-2)) for p in self.net.parameters()]
@@ -71,9 +67,7 @@ class EditsAfterAccumulation(Natural):
             p.register_post_accumulate_grad_hook(halve)
 
 
-class StepsInBackward(Manual):
-    """One optimizer for each parameter, which steps when its gradient is there."""
-
+class StepsInBackward(Manual):  # one optimizer for each parameter, which steps when its gradient is there
     def configure_optimizers(self) -> None: ...
 
     def on_fit_start(self) -> None:
@@ -89,9 +83,7 @@ class StepsInBackward(Manual):
         self.manual_backward(self.loss(batch))
 
 
-class HooksTied(Natural):
-    """What the first and the last layer share has a hook that isn't linear."""
-
+class HooksTied(Natural):  # what the first and the last layer share has a hook that isn't linear
     def build(self) -> None:
         self.embed = nn.Embedding(7, 8)
         self.layers = nn.ModuleList(Block() for _ in range(2))
@@ -133,9 +125,7 @@ class HooksInForward(Natural):
             return super().forward(x)
 
 
-class HooksInStep(Natural):
-    """For one backward."""
-
+class HooksInStep(Natural):  # for one backward
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         self.handle = self.net.head.weight.register_hook(lambda g: g.clamp(-1e-2, 1e-2) / 2)
         return self.loss(batch)
@@ -144,9 +134,7 @@ class HooksInStep(Natural):
         self.handle.remove()
 
 
-class WatchesModules(Natural):
-    """Forward hooks that change what passes, and backward hooks that look at it."""
-
+class WatchesModules(Natural):  # forward hooks that change what passes, and backward hooks that look at it
     def build(self) -> None:
         super().build()
         self.net.layers[0].register_forward_pre_hook(lambda m, args: (args[0] * 1.1,))
@@ -174,9 +162,7 @@ class WatchesEveryModule(Natural):
         self.seen.append(float(self.calls))
 
 
-class PenalizesInBackward(Natural):
-    """LightningModule.backward, done in its own way."""
-
+class PenalizesInBackward(Natural):  # LightningModule.backward, done in its own way
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (loss * 0.5).backward()
         sum(1e-2 * p.square().sum() for p in self.net.head.parameters()).backward()
@@ -202,9 +188,7 @@ class ConfiguresClipping(Natural):
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="value")
 
 
-class OverridesTheStep(Natural):
-    """Learning rates that warm up by hand, and an optimizer step of its own."""
-
+class OverridesTheStep(Natural):  # learning rates that warm up by hand, and an optimizer step of its own
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
         optimizer.step(closure=closure)
         for group in optimizer.param_groups:
@@ -214,9 +198,7 @@ class OverridesTheStep(Natural):
         optimizer.zero_grad(set_to_none=True)
 
 
-class PenalizesAHookedLayer(Natural):
-    """A layer that is never called: its hooked weight is only in a penalty."""
-
+class PenalizesAHookedLayer(Natural):  # a layer that is never called: its hooked weight is only in a penalty
     def build(self) -> None:
         super().build()
         self.extra = nn.Linear(6, CLASSES)

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from tests.sweeps.twins.base import Block, Natural
 
 
-class Meter:
-    """An average, as scripts have carried it with them since ImageNet."""
-
+class Meter:  # an average, as scripts have carried it with them since ImageNet
     def __init__(self) -> None:
         self.sum, self.count, self.latest = 0.0, 0, None
 
@@ -38,9 +36,7 @@ class Annealer:
         return self.weight
 
 
-class KeepsMeters(Natural):
-    """Objects of one's own, which a step changes before its layers and after them."""
-
+class KeepsMeters(Natural):  # objects of one's own, which a step changes before its layers and after them
     def build(self) -> None:
         super().build()
         self.meters = {"rows": Meter(), "columns": [Meter()]}
@@ -64,9 +60,7 @@ class Phase(enum.Enum):
     HOT = 2
 
 
-class KeepsOtherValues(Natural):
-    """Arrays, a queue, an enum, a path."""
-
+class KeepsOtherValues(Natural):  # arrays, a queue, an enum, a path
     def build(self) -> None:
         super().build()
         self.counts, self.recent, self.phase = np.zeros(3), deque([0.0], maxlen=2), Phase.WARM
@@ -85,9 +79,7 @@ class KeepsOtherValues(Natural):
         self.seen.append(float(self.folder.name))
 
 
-class DrawsByItself(Natural):
-    """From generators of its own, after the layers."""
-
+class DrawsByItself(Natural):  # from generators of its own, after the layers
     def build(self) -> None:
         super().build()
         self.draws = {"torch": torch.Generator().manual_seed(3), "numpy": np.random.default_rng(3)}
@@ -102,9 +94,7 @@ class DrawsByItself(Natural):
         self.seen += [self.drawn.sum, float(torch.rand((), generator=self.draws["torch"]))]
 
 
-class TakesFromAnIterator(Natural):
-    """Targets of another source."""
-
+class TakesFromAnIterator(Natural):  # targets of another source
     def build(self) -> None:
         super().build()
         self.weights = itertools.count(1)
@@ -121,9 +111,7 @@ class TakesFromAnIteratorAtItsEnd(TakesFromAnIterator):
 
 
 class CountsInLayers(Natural):
-    class Layer(Block):
-        """Grows quiet with each call."""
-
+    class Layer(Block):  # grows quiet with each call
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -132,9 +120,7 @@ class CountsInLayers(Natural):
 
 
 class CachesInLayers(Natural):
-    class Layer(Block):
-        """Computes a table once, and keeps its latest result to look at."""
-
+    class Layer(Block):  # computes a table once, and keeps its latest result to look at
         table: Any = None
         latest: Any = None
         width = 0
@@ -148,9 +134,7 @@ class CachesInLayers(Natural):
 
 
 @dataclass
-class Hidden:
-    """What passes between layers that write reports."""
-
+class Hidden:  # what passes between layers that write reports
     x: Tensor
     aux: Tensor
     depth: int = 0
@@ -171,25 +155,19 @@ class PassesDataclasses(Natural):
         return F.cross_entropy(x, batch[1]) + 0.1 * state.aux.mean() / state.depth
 
 
-class TwoViews(Natural):
-    """Two views of each sample pass through the layers, next to each other."""
-
+class TwoViews(Natural):  # two views of each sample pass through the layers, next to each other
     def loss(self, batch: list[Tensor]) -> Tensor:
         a, b = self.net(torch.stack([batch[0], batch[2]], 1).flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
         return F.cross_entropy(a, batch[1]) + (a - b).square().mean()
 
 
-class TwoViewsInARow(Natural):
-    """… one half of the batch after the other."""
-
+class TwoViewsInARow(Natural):  # … one half of the batch after the other
     def loss(self, batch: list[Tensor]) -> Tensor:
         a, b = self.net(torch.cat([batch[0], batch[2]])).chunk(2)
         return F.cross_entropy(a, batch[1]) + (a - b).square().mean()
 
 
-class ScalesActivations(Natural):
-    """By hooks that a step registers on them, before the layers and after."""
-
+class ScalesActivations(Natural):  # by hooks that a step registers on them, before the layers and after
     def loss(self, batch: list[Tensor]) -> Tensor:
         x = self.net.embed(batch[0])
         if x.requires_grad:
@@ -223,9 +201,7 @@ class PenalizesInputGradients(Natural):
         return F.cross_entropy(out, batch[1]) + 0.1 * slope.square().mean()
 
 
-class LogsNumbers(Natural):
-    """Of Python, which become tensors in the precision of the Trainer."""
-
+class LogsNumbers(Natural):  # of Python, which become tensors in the precision of the Trainer
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch)
         self.log("third", 1 / 3)

@@ -33,25 +33,16 @@ class GuardsAgainstNan(Manual):
         return fine
 
 
-class AddsNoise(Manual):
-    def edit(self, index: int) -> None:
+class EditsGradients(Manual):
+    def edit(self, index: int) -> None:  # by noise, by a mask, by replacing them
         torch.manual_seed(index)
         for p in self.parameters():
             p.grad.add_(torch.randn_like(p.grad), alpha=1e-2)
-
-
-class Masks(Manual):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
             mask = (torch.arange(p.numel(), device=p.device) % 3 > 0).view_as(p)
             p.grad.mul_(mask)
             p.grad[mask.logical_not()] = 1e-3
-
-
-class Replaces(Manual):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
-            p.grad = p.grad.sign() * 1e-2
+            if index == 2:
+                p.grad = p.grad.sign() * 1e-2
 
 
 class WritesIntoParts(Manual):
@@ -131,9 +122,7 @@ class PCGrad(Manual, whole=BY_FUNCTION):
         self.optimizers().zero_grad()
 
 
-class Maml(Manual, refused=SECOND_DERIVATIVES, whole=BY_FUNCTION):
-    """Gradients through a step of gradient descent."""
-
+class Maml(Manual, refused=SECOND_DERIVATIVES, whole=BY_FUNCTION):  # gradients through a step of gradient descent
     def loss(self, batch: list[Tensor]) -> Tensor:
         params = dict(self.net.named_parameters())
         half = len(batch[0]) // 2

@@ -15,9 +15,7 @@ from torch.utils.data import DataLoader
 from tests.sweeps.twins.base import BATCH, CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Block, Natural, Net, dataset
 
 
-class Recurrent(Natural):
-    """Speech-like: LSTM, GRU, cells in a loop."""
-
+class Recurrent(Natural):  # speech-like: LSTM, GRU, cells in a loop
     def build(self) -> None:
         self.embed = nn.Embedding(7, WIDTH)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
@@ -42,9 +40,7 @@ class Convolutional(Natural):
         return F.cross_entropy(self.head(self.body(batch[0][:, None]).flatten(1)), batch[1])
 
 
-class Attentive(Natural):
-    """torch's transformer layers, in training and, on their fast path, in evaluation."""
-
+class Attentive(Natural):  # torch's transformer layers, in training and, on their fast path, in evaluation
     def build(self) -> None:
         self.embed = nn.Embedding(7, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
@@ -68,9 +64,7 @@ class Attentive(Natural):
 # ── recomputation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ByLayers(Natural, abstract=True):
-    """Passes through the layers in its own way."""
-
+class ByLayers(Natural, abstract=True):  # passes through the layers in its own way
     def pass_through(self, layers: Any, x: Tensor) -> Tensor:
         for layer in layers:
             x = layer(x)
@@ -87,9 +81,7 @@ class Recomputed(ByLayers):
         return checkpoint(layers[1], x, use_reentrant=True)
 
 
-class RecomputesSeveralLayers(ByLayers):
-    """One checkpoint around two layers."""
-
+class RecomputesSeveralLayers(ByLayers):  # one checkpoint around two layers
     def build(self) -> None:
         super().build()
         self.net.layers = nn.Sequential(*(Block() for _ in range(4)))
@@ -98,9 +90,7 @@ class RecomputesSeveralLayers(ByLayers):
         return checkpoint_sequential(layers, 2, x, use_reentrant=False)
 
 
-class RecomputesSelectively(ByLayers):
-    """Products of matrices are kept, and taken in their order."""
-
+class RecomputesSelectively(ByLayers):  # products of matrices are kept, and taken in their order
     def pass_through(self, layers: Any, x: Tensor) -> Tensor:
         kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
         for layer in layers:
@@ -108,9 +98,7 @@ class RecomputesSelectively(ByLayers):
         return x
 
 
-class Decay(nn.Module):
-    """Multiplies by functions of parameters alone, as states of Mamba decay."""
-
+class Decay(nn.Module):  # multiplies by functions of parameters alone, as states of Mamba decay
     def __init__(self) -> None:
         super().__init__()
         self.log, self.shift = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(1, WIDTH))
@@ -120,9 +108,7 @@ class Decay(nn.Module):
 
 
 class RecomputesFunctionsOfParameters(Natural):
-    class Layer(nn.Module):
-        """Checkpoints inside its forward, as layers of transformers do."""
-
+    class Layer(nn.Module):  # checkpoints inside its forward, as layers of transformers do
         def __init__(self) -> None:
             super().__init__()
             self.first, self.decay = nn.Linear(WIDTH, WIDTH), Decay()
@@ -151,9 +137,7 @@ class AsksForParameters(Natural):
         self.net.embed = Asking(6, WIDTH)
 
 
-class MixesWithTheFlipped(Natural):
-    """Mixup as timm has it: each sample with one from the other end of the batch."""
-
+class MixesWithTheFlipped(Natural):  # mixup as timm has it: each sample with one from the other end of the batch
     def loss(self, batch: list[Tensor]) -> Tensor:
         out = self.net(0.7 * batch[0] + 0.3 * batch[0].flip(0))
         return 0.7 * F.cross_entropy(out, batch[1]) + 0.3 * F.cross_entropy(out, batch[1].flip(0))
@@ -163,9 +147,7 @@ class MixesWithTheFlipped(Natural):
         return DataLoader(dataset(), batch_size=BATCH)
 
 
-class Contrastive(Natural):
-    """CLIP-like: two towers, negatives of all batches, a temperature that is clamped."""
-
+class Contrastive(Natural):  # CLIP-like: two towers, negatives of all batches, a temperature that is clamped
     def build(self) -> None:
         self.image, self.text = Net(classes=4), Net(classes=4)
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
@@ -193,9 +175,7 @@ class SimSiam(Natural):
         return -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
 
 
-class MomentumContrast(Natural):
-    """MoCo: a slow encoder, a queue of its outputs."""
-
+class MomentumContrast(Natural):  # MoCo: a slow encoder, a queue of its outputs
     def build(self) -> None:
         self.query, self.key = Net(classes=4), Net(classes=4)
         self.key.load_state_dict(self.query.state_dict())
@@ -247,9 +227,7 @@ class Symmetric(nn.Module):
         return w - w.mean(0)
 
 
-class Reparametrized(Natural, refused=COMPUTED_WEIGHTS):
-    """Weight and spectral norm, orthogonal matrices."""
-
+class Reparametrized(Natural, refused=COMPUTED_WEIGHTS):  # weight and spectral norm, orthogonal matrices
     lr, momentum = 0.05, 0.0
 
     def build(self) -> None:
@@ -279,9 +257,7 @@ class ListsOfParameters(Natural):
         return F.cross_entropy(self.bilinear(x, x) + self.tables["empty"].sum(), batch[1])
 
 
-class UnusedAtTimes(Natural):
-    """Parts that some steps do not use: their parameters must not decay."""
-
+class UnusedAtTimes(Natural):  # parts that some steps do not use: their parameters must not decay
     def build(self) -> None:
         super().build()
         self.extra = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
@@ -333,17 +309,13 @@ class CompiledNet(Natural, refused=COMPILED):
         self.net = torch.compile(self.net, backend="aot_eager")
 
 
-class CompiledHead(Natural):
-    """Compiled in a part of a unit, and under another name."""
-
+class CompiledHead(Natural):  # compiled in a part of a unit, and under another name
     def build(self) -> None:
         super().build()
         self.net.head = torch.compile(self.net.head, backend="aot_eager")
 
 
-class Straight(torch.autograd.Function):
-    """Passes a gradient on to what it got, and none to the scale."""
-
+class Straight(torch.autograd.Function):  # passes a gradient on to what it got, and none to the scale
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         return x * scale
@@ -353,12 +325,8 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-class UsesOneOfTwo(Natural):
-    """A layer's second output, and a parameter, whose gradients autograd leaves undefined."""
-
-    class Pair(nn.Linear):
-        """Its outputs come from one node of autograd, as those of an LSTM do on a GPU."""
-
+class UsesOneOfTwo(Natural):  # a layer's second output, and a parameter, whose gradients autograd leaves undefined
+    class Pair(nn.Linear):  # its outputs come from one node of autograd, as those of an LSTM do on a GPU
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
             return super().forward(x).tanh().chunk(2, -1)
 

@@ -57,9 +57,7 @@ for _name, (_kind, _options) in KINDS.items():
     simple(_name, lambda module, kind=_kind, options=_options: _build(module, kind, options))
 
 
-class Muon(Manual):
-    """Matrices by Muon, the rest by AdamW."""
-
+class Muon(Manual):  # matrices by Muon, the rest by AdamW
     def configure_optimizers(self) -> list[Optimizer]:
         matrices = [p for p in self.net.layers.parameters() if p.ndim == 2]
         others = [p for p in self.parameters() if not any(p is m for m in matrices)]
@@ -77,9 +75,7 @@ class Lbfgs(Natural):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=2)
 
 
-class Own(Optimizer):
-    """What an optimizer of users begins with."""
-
+class Own(Optimizer):  # what an optimizer of users begins with
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"lr": 1e-2, **defaults})
 
@@ -93,9 +89,7 @@ class Own(Optimizer):
         raise NotImplementedError
 
 
-class OfEach(Own):
-    """Updates one parameter after the other."""
-
+class OfEach(Own):  # updates one parameter after the other
     def update_all(self, loss: Any) -> None:
         for group in self.param_groups:
             for p in group["params"]:
@@ -106,9 +100,7 @@ class OfEach(Own):
         raise NotImplementedError
 
 
-class Lamb(OfEach):
-    """Trust ratios as tensors."""
-
+class Lamb(OfEach):  # trust ratios as tensors
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state.update(step=0, m=torch.zeros_like(p.data), v=p.new_zeros(p.shape))
@@ -121,9 +113,7 @@ class Lamb(OfEach):
         p.data.add_(update * ratio, alpha=-group["lr"])
 
 
-class Shampoo(OfEach):
-    """Needs whole matrices; its state has other shapes than parameters."""
-
+class Shampoo(OfEach):  # needs whole matrices; its state has other shapes than parameters
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         g = grad.view(p.shape[0], -1) if p.ndim > 1 else grad.view(1, -1)
         if not state:
@@ -143,9 +133,7 @@ simple("LAMB", lambda m: Lamb(m.parameters(), betas=(0.9, 0.99)))
 simple("Shampoo", lambda m: Shampoo(m.parameters()))
 
 
-class CountingSGD(torch.optim.SGD):
-    """Keeps numbers beside its state, in its own ``state_dict``."""
-
+class CountingSGD(torch.optim.SGD):  # keeps numbers beside its state, in its own ``state_dict``
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
         self.steps, self.warm = 0, torch.zeros(3)
@@ -175,9 +163,7 @@ class CountsByItself(Natural):
         self.seen += [float(optimizer.steps), *optimizer.warm.tolist()]
 
 
-class GroupsByLayer(Natural):
-    """Learning rates that fall from layer to layer, a scheduler, groups without decay."""
-
+class GroupsByLayer(Natural):  # learning rates that fall from layer to layer, a scheduler, groups without decay
     def configure_optimizers(self) -> Any:
         groups = [{"params": [*layer.parameters()], "lr": 0.1 * 0.5**n} for n, layer in enumerate(self.net.layers)]
         inside = {id(p) for group in groups for p in group["params"]}
@@ -189,9 +175,7 @@ class GroupsByLayer(Natural):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class AddsAGroup(Natural):
-    """Parameters that come to the optimizer later."""
-
+class AddsAGroup(Natural):  # parameters that come to the optimizer later
     configure_optimizers = Natural.adamw
 
     def build(self) -> None:

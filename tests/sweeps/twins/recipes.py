@@ -39,9 +39,7 @@ class DistillsFeatures(Natural):
 # ── teachers inside of modules ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class WithTeacher(nn.Module):
-    """A layer with an average of itself, which follows in each forward."""
-
+class WithTeacher(nn.Module):  # a layer with an average of itself, which follows in each forward
     def __init__(self) -> None:
         super().__init__()
         self.student = Block()
@@ -69,9 +67,7 @@ class FollowsItselfInLayers(Natural):
         return F.cross_entropy(self.head(x), batch[1]) + torch.stack(consistency).sum()
 
 
-class Linears(Natural, abstract=True):
-    """Has another linear layer in its layers."""
-
+class Linears(Natural, abstract=True):  # has another linear layer in its layers
     Linear: type[nn.Linear]
 
     def build(self) -> None:
@@ -116,9 +112,7 @@ class PowerIterates(Linears):
 # ── recomputation by hand ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Recompute(torch.autograd.Function):
-    """Runs a module again in its backward, and keeps its input alone."""
-
+class Recompute(torch.autograd.Function):  # runs a module again in its backward, and keeps its input alone
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.run, ctx.parameters = run, parameters
@@ -206,9 +200,7 @@ class GoesBackByItself(Natural, whole=BY_FUNCTION):
 
 
 class ChecksPointsInLayers(Natural):
-    class Layer(nn.Module):
-        """Checkpoints its own second half."""
-
+    class Layer(nn.Module):  # checkpoints its own second half
         use_reentrant = False
 
         def __init__(self) -> None:
@@ -231,9 +223,7 @@ class ChecksPointsReentrantly(Natural):
 # ── tied weights, and functions of users inside of layers ───────────────────────────────────────────────────────────
 
 
-class TiesByFunctionalCall(Natural):
-    """A decoder that runs with the weights of the encoder, transposed."""
-
+class TiesByFunctionalCall(Natural):  # a decoder that runs with the weights of the encoder, transposed
     def build(self) -> None:
         self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3))
         self.decoder = nn.Sequential(nn.Linear(3, WIDTH), nn.GELU(), nn.Linear(WIDTH, 6))
@@ -279,9 +269,7 @@ class MultipliesByContext(Natural):
 # ── what layers tell besides their output ───────────────────────────────────────────────────────────────────────────
 
 
-class DropsLayers(ByLayers, max_epochs=2):
-    """Stochastic depth by a generator of its own."""
-
+class DropsLayers(ByLayers, max_epochs=2):  # stochastic depth by a generator of its own
     def on_fit_start(self) -> None:
         self.draws = torch.Generator().manual_seed(5)
 
@@ -292,9 +280,7 @@ class DropsLayers(ByLayers, max_epochs=2):
         return x
 
 
-class BalancesExperts(Natural):
-    """Each layer leaves a loss for the balance of its experts on itself."""
-
+class BalancesExperts(Natural):  # each layer leaves a loss for the balance of its experts on itself
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -325,9 +311,7 @@ class PenalizesWhereHooksAre(Natural):
         return loss
 
 
-class Output:
-    """What a layer returns: its output, and the weight that made it."""
-
+class Output:  # what a layer returns: its output, and the weight that made it
     def __init__(self, value: Tensor, weight: Tensor) -> None:
         self.value, self.weight = value, weight
 
@@ -365,9 +349,7 @@ class Fails(Exception):
     pass
 
 
-class SkipsWhatFails(Manual):
-    """A forward and a backward that fail half-way, each skipped."""
-
+class SkipsWhatFails(Manual):  # a forward and a backward that fail half-way, each skipped
     def training_step(self, batch: list[Tensor], index: int) -> None:
         if index == 1:
             handle = self.net.layers[1].register_forward_pre_hook(self.fail)

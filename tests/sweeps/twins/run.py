@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import FSDP, ShardCkptIO, ShardedStrategy
-from tests.support.tiny import EXECUTES
+from tests.support.tiny import EXECUTES, QUIET
 from tests.sweeps.twins import (
     adapters,
     architectures,
@@ -187,7 +187,7 @@ def prepared(
         seed: of the weights, and of what is drawn besides.
     """
     pl.seed_everything(seed, verbose=False)
-    options = {"max_epochs": 1, "limit_val_batches": 0, "precision": "64-true", "num_sanity_val_steps": 0}
+    options = {"max_epochs": 1, "limit_val_batches": 0, "precision": "64-true"}
     options |= {"use_distributed_sampler": False, **case.options}
     module = case.module()
     if options["precision"] == "64-true":  # so that Lightning loads checkpoints without rounding
@@ -199,15 +199,9 @@ def prepared(
             arguments = {"fsdp": FSDP(ignored=["*"]), **arguments}
         options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
     on_gpus = dist.is_initialized() and "nccl" in dist.get_backend_config()  # as in `run_on_gpus`
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    trainer = pl.Trainer(
-        accelerator="cuda" if on_gpus else "cpu",
-        devices=devices,
-        callbacks=[*options.pop("callbacks", list)(), *extra],
-        **quiet,
-        **options,
-    )
-    return trainer, module
+    options = QUIET | options | {"accelerator": "cuda" if on_gpus else "cpu"}
+    callbacks = [*options.pop("callbacks", list)(), *extra]
+    return pl.Trainer(devices=devices, callbacks=callbacks, **options), module
 
 
 def _run(case: Case, topology: str | None, path: Path | None, resume: bool) -> Found:

@@ -44,9 +44,7 @@ class BackwardIntoSome(Manual, whole="backward asks for the gradient of net"):
         self.optimizers().zero_grad()
 
 
-class WeighsTasks(Manual):
-    """MGDA: the smallest convex combination of two gradients, of shared layers."""
-
+class WeighsTasks(Manual):  # MGDA: the smallest convex combination of two gradients, of shared layers
     def training_step(self, batch: list[Tensor], index: int) -> None:
         out = self.net(batch[0])
         losses = [F.cross_entropy(out, batch[1]), out.square().mean()]
@@ -63,9 +61,7 @@ class WeighsTasks(Manual):
         self.optimizers().step()
 
 
-class AccumulatesByToggle(Manual):
-    """``toggle_model(sync_grad=…)``, as Lightning's documentation accumulates by hand."""
-
+class AccumulatesByToggle(Manual):  # ``toggle_model(sync_grad=…)``, as Lightning's documentation accumulates by hand
     def training_step(self, batch: list[Tensor], index: int) -> None:
         optimizer = self.optimizers()
         last = index % 2 == 1
@@ -94,9 +90,7 @@ class AdaHessian(Manual, refused=SECOND_DERIVATIVES, whole="has parameters whose
                 p.grad = None
 
 
-class ChecksFinite(Natural):
-    """Skips by a test of all gradients at once, as mixed precision does it by hand."""
-
+class ChecksFinite(Natural):  # skips by a test of all gradients at once, as mixed precision does it by hand
     scale = 2.0**3
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -112,9 +106,7 @@ class ChecksFinite(Natural):
 # ── optimizers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Prodigy(Own):
-    """A learning rate from global dot products; slices of parameters in its state."""
-
+class Prodigy(Own):  # a learning rate from global dot products; slices of parameters in its state
     def __init__(self, params: Any, slice_p: int = 2) -> None:
         super().__init__(params, lr=1.0, d=1e-3, d0=1e-3, numerator=0.0, k=0, slice_p=slice_p)
 
@@ -147,9 +139,7 @@ class Prodigy(Own):
 simple("Prodigy", lambda m: Prodigy(m.parameters()))
 
 
-class ScheduleFree(Own):
-    """Weights that are swapped for evaluation by ``train`` and ``eval``."""
-
+class ScheduleFree(Own):  # weights that are swapped for evaluation by ``train`` and ``eval``
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, beta=0.9, k=0, train_mode=True)
 
@@ -188,9 +178,7 @@ class TrainsScheduleFree(Validated, limit_val_batches=1):
         self.optimizers().optimizer.switch(True)
 
 
-class QuantizedAdam(OfEach):
-    """Blockwise codes in int8 and scales, in place of moments."""
-
+class QuantizedAdam(OfEach):  # blockwise codes in int8 and scales, in place of moments
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         moment = 0.9 * (self.read(state, p) if state else torch.zeros_like(p)) + 0.1 * grad
         flat = moment.flatten()
@@ -206,9 +194,7 @@ class QuantizedAdam(OfEach):
 simple("QuantizedAdam", lambda m: QuantizedAdam(m.parameters()), tolerance=1e-8)
 
 
-class SamOptimizer(Optimizer):
-    """As davda54's: wraps another optimizer, shares its groups."""
-
+class SamOptimizer(Optimizer):  # as davda54's: wraps another optimizer, shares its groups
     def __init__(self, params: Any, base: Any, rho: float = 0.05, adaptive: bool = True, **kwargs: Any) -> None:
         super().__init__(params, {"rho": rho, "adaptive": adaptive, **kwargs})
         self.base_optimizer = base(self.param_groups, **kwargs)
@@ -237,9 +223,7 @@ class SamOptimizer(Optimizer):
 simple("SamOptimizer", lambda m: SamOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
-class Langevin(Own):
-    """SGLD: noise in every step."""
-
+class Langevin(Own):  # SGLD: noise in every step
     steps = 0
 
     def update_all(self, loss: Any) -> None:
@@ -253,9 +237,7 @@ class Langevin(Own):
 simple("Langevin", lambda m: Langevin(m.parameters()))
 
 
-class Polyak(Own):
-    """A step size of the loss over the squared norm of the gradient."""
-
+class Polyak(Own):  # a step size of the loss over the squared norm of the gradient
     def update_all(self, loss: Any) -> None:
         params = self.param_groups[0]["params"]
         rate = min(float(loss / sum(p.grad.square().sum() for p in params)), 0.5)
@@ -266,8 +248,6 @@ class Polyak(Own):
 simple("StepsByPolyak", lambda m: Polyak(m.parameters()))
 
 
-class SearchesLines(Natural):
-    """L-BFGS with the search of strong Wolfe conditions."""
-
+class SearchesLines(Natural):  # L-BFGS with the search of strong Wolfe conditions
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe")

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from tests.sweeps.twins.base import CLASSES, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
 
 
-class _Rounded(torch.autograd.Function):
-    """Signs, with a straight-through gradient."""
-
+class _Rounded(torch.autograd.Function):  # signs, with a straight-through gradient
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
@@ -40,9 +38,7 @@ class Binarizes(Natural):
 
 
 class TrainsBinaryNet(Manual):
-    class Head(nn.Linear):
-        """As in BinaryNet: the real weight is an attribute of the parameter, which holds its signs."""
-
+    class Head(nn.Linear):  # as in BinaryNet: the real weight is an attribute of the parameter, which holds its signs
         def forward(self, x: Tensor) -> Tensor:
             if not hasattr(self.weight, "org"):
                 self.weight.org = self.weight.data.clone()
@@ -66,9 +62,7 @@ class TrainsBinaryNet(Manual):
 
 
 class ReadsMarksOfWeights(Natural):
-    class Head(nn.Linear):
-        """Its parameters carry facts: a mask, a learning-rate scale."""
-
+    class Head(nn.Linear):  # its parameters carry facts: a mask, a learning-rate scale
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.weight.mask = (torch.arange(self.weight.numel()) % 3 > 0).view_as(self.weight)
@@ -94,9 +88,7 @@ class MarksWeightsInForward(Natural):
 
 
 class ReadsGradientInForward(Natural):
-    class Head(nn.Linear):
-        """Scales by what the last gradient was, as dynamic sparsity does."""
-
+    class Head(nn.Linear):  # scales by what the last gradient was, as dynamic sparsity does
         def forward(self, x: Tensor) -> Tensor:
             w = self.weight
             if w.grad is not None:
@@ -112,9 +104,7 @@ class ReadsGradientInForward(Natural):
         return loss
 
 
-class Table(nn.Module):
-    """Hands its weight out."""
-
+class Table(nn.Module):  # hands its weight out
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH))
@@ -132,9 +122,7 @@ class GetsWeightsByCall(Natural):
         return F.cross_entropy(self.net.features(batch[0]) @ self.table().t(), batch[1])
 
 
-class ChangesWhatACallReturned(GetsWeightsByCall):
-    """An EMA of prototypes, which a module hands out."""
-
+class ChangesWhatACallReturned(GetsWeightsByCall):  # an EMA of prototypes, which a module hands out
     def build(self) -> None:
         super().build()
         self.table.requires_grad_(False)
@@ -145,9 +133,7 @@ class ChangesWhatACallReturned(GetsWeightsByCall):
         self.table().data.clamp_(-1, 1)
 
 
-class LooksForLinear(Natural):
-    """``type(m) == nn.Linear``, as torch's documentation of ``apply`` has it."""
-
+class LooksForLinear(Natural):  # ``type(m) == nn.Linear``, as torch's documentation of ``apply`` has it
     def build(self) -> None:
         super().build()
         self.mlp = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
@@ -166,9 +152,7 @@ class LooksForLinear(Natural):
         self.seen.append(float(sum(type(m) in (nn.Linear, Block, Net) for m in self.modules())))
 
 
-class ClonesByClass(Natural):
-    """Makes another one of the same class, and loads it."""
-
+class ClonesByClass(Natural):  # makes another one of the same class, and loads it
     def on_train_epoch_start(self) -> None:
         teacher = type(self.net)().double().to(self.device)
         state = self.net.state_dict().items()
@@ -183,9 +167,7 @@ class ClonesByClass(Natural):
         return self.loss(batch) + F.mse_loss(self.net(batch[0]), wanted)
 
 
-class GroupsParametersEarly(Natural):
-    """Decides in ``__init__`` what decays, by sets and ids."""
-
+class GroupsParametersEarly(Natural):  # decides in ``__init__`` what decays, by sets and ids
     def build(self) -> None:
         super().build()
         self.decayed = {p for p in self.net.parameters() if p.ndim > 1}
@@ -205,9 +187,7 @@ class GroupsParametersEarly(Natural):
         self.seen.append(float(sum(len(self.names.get(p, "")) for p in self.net.parameters())))
 
 
-class Scaled(nn.Parameter):
-    """A kind of parameter of the user's."""
-
+class Scaled(nn.Parameter):  # a kind of parameter of the user's
     def scaled(self) -> Tensor:
         return self * 2.0
 
@@ -235,9 +215,7 @@ class CallsWithOthers(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "computes 
         return F.cross_entropy(functional_call(self.net, mixed, (batch[0],)), batch[1])
 
 
-class CallsWithConstants(Natural):
-    """``functional_call`` with plain tensors for a part of the weights."""
-
+class CallsWithConstants(Natural):  # ``functional_call`` with plain tensors for a part of the weights
     def loss(self, batch: list[Tensor]) -> Tensor:
         fixed = {"head.weight": batch[0].new_full((CLASSES, WIDTH), 0.1), "scale": self.net.scale * 2}
         return super().loss(batch) + F.cross_entropy(functional_call(self.net, fixed, batch[0]), batch[1])
@@ -258,9 +236,7 @@ class SharesTransposed(Natural):
         return F.cross_entropy(logits.flatten(0, 1), batch[3].flatten()) + 1e-2 * half.square().mean()
 
 
-class ChangesInPlaceByFlag(Natural):
-    """Functions with ``inplace=True`` on weights."""
-
+class ChangesInPlaceByFlag(Natural):  # functions with ``inplace=True`` on weights
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
         F.leaky_relu(self.net.head.weight, 0.5, inplace=True)
@@ -271,9 +247,7 @@ class ChangesInPlaceByFlag(Natural):
 
 
 class KeepsAView(Natural):
-    class Head(nn.Linear):
-        """Keeps views of its weight from its first forward on."""
-
+    class Head(nn.Linear):  # keeps views of its weight from its first forward on
         seen_weight: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
