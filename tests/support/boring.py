@@ -16,9 +16,7 @@ from tests.support import tiny
 QUIET: dict[str, Any] = {**tiny.QUIET, "devices": 1, "log_every_n_steps": 1, "limit_val_batches": 1}
 
 
-class Asks(pl.Callback):
-    """Calls a function at a hook, and keeps what it returns."""
-
+class Asks(pl.Callback):  # calls a function at a hook, and keeps what it returns
     def __init__(self, hook: str, ask: Any) -> None:
         self.found: list[Any] = []
         setattr(self, hook, lambda trainer, *args, **kwargs: self.found.append(ask(trainer)))
@@ -33,9 +31,7 @@ def batches(count: int) -> DataLoader[Any]:
     return DataLoader(RandomDataset(32, count))
 
 
-class Scaled(BoringModel):
-    """Its loss depends on a hyper-parameter."""
-
+class Scaled(BoringModel):  # its loss depends on a hyper-parameter
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -46,9 +42,7 @@ class Scaled(BoringModel):
         return {"x": loss}
 
 
-class Encoder:
-    """Keeps what it learned; equal by that."""
-
+class Encoder:  # keeps what it learned; equal by that
     def __init__(self, *words: str, inside: Any = None) -> None:
         self.words, self.inside = words, inside
 
@@ -59,9 +53,7 @@ class Encoder:
         return hash(self.words)
 
 
-class Trap:
-    """Makes a directory when it is unpickled."""
-
+class Trap:  # makes a directory when it is unpickled
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -80,9 +72,7 @@ class Keeps(pl.Callback):
         self.value = state_dict["value"]
 
 
-class Encodes(BoringModel):
-    """Has an encoder as a hyper-parameter, and adds one to its checkpoints."""
-
+class Encodes(BoringModel):  # has an encoder as a hyper-parameter, and adds one to its checkpoints
     def __init__(self, encoder: Encoder, width: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -44,9 +44,7 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
 
 
-class Causal(pl.LightningModule):
-    """Trains a model of a kind, which it builds late."""
-
+class Causal(pl.LightningModule):  # trains a model of a kind, which it builds late
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind

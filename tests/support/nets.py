@@ -45,9 +45,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm2(x))))
 
 
-class Net(nn.Module):
-    """A transformer with odd sizes, a direct and a 0-dim parameter and a frozen one."""
-
+class Net(nn.Module):  # a transformer with odd sizes, a direct and a 0-dim parameter and a frozen one
     def __init__(self, tied: bool = False, width: int = 12) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
@@ -129,9 +127,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """One way to train; the fields that change the numbers are those that `twin` reads, too."""
-
+class Case:  # one way to train; the fields that change the numbers are those that `twin` reads, too
     net: str = "net"
     late: bool = False
     clip: float | None = None

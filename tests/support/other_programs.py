@@ -104,9 +104,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-class Counts(pl.Callback):
-    """Has state of its own."""
-
+class Counts(pl.Callback):  # has state of its own
     def __init__(self) -> None:
         self.state = {"batches": 0, "kinds": ("a", 1.5)}
 

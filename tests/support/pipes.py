@@ -112,9 +112,7 @@ State = dict[str, Any]
 LOOPED = {"pipeline_parallel_size": 2, "pipeline": Pipeline(stages_per_rank=2)}
 
 
-class Deep(tiny.TinyLM):
-    """Enough layers for four stages."""
-
+class Deep(tiny.TinyLM):  # enough layers for four stages
     def _build(self) -> None:
         super()._build()
         self.blocks = nn.ModuleList([tiny.Block() for _ in range(4)])

@@ -3,7 +3,7 @@
 One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
 rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
 supervises the children; results, output and stack dumps come back through files. The side that pytest runs imports
-neither torch nor lightning_shardckpt. Under xdist, forked_workers.py makes the server along with the worker.
+neither torch nor lightning_shardckpt. Under xdist, workers.py makes the server along with the worker.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
 
 
-class MemoryReader:
-    """A checkpoint in a dict."""
-
+class MemoryReader:  # a checkpoint in a dict
     high_latency = False
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -48,9 +46,7 @@ class MemoryReader:
         return self._files[name]
 
 
-class MemoryDraft:
-    """A dict that becomes visible under its path when published."""
-
+class MemoryDraft:  # a dict that becomes visible under its path when published
     prefix = ""
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
@@ -72,9 +68,7 @@ class MemoryDraft:
         self._files = {}
 
 
-class MemoryStorage:
-    """Checkpoints by path; ranks are threads or follow one another."""
-
+class MemoryStorage:  # checkpoints by path; ranks are threads or follow one another
     visible_within_s = 0.0
 
     def __init__(self) -> None:
@@ -169,9 +163,7 @@ class Gated(LocalStorage):
                 watcher.join()
 
 
-class GatedDraft:
-    """Holds what the writing thread does; ``begin`` is of the thread that calls."""
-
+class GatedDraft:  # holds what the writing thread does; ``begin`` is of the thread that calls
     def __init__(self, draft: LocalDraft, storage: Gated, path: str) -> None:
         self._draft, self._storage, self._path = draft, storage, path
 
@@ -203,9 +195,7 @@ _LISTING = ("listdir", "scandir")
 _MOVING, _MAKING = ("rename", "replace"), ("mkdir",)
 
 
-class Lag:
-    """Below ``root``, names of others become visible ``late_s`` after their making. Use it as a context."""
-
+class Lag:  # below ``root``, names of others become visible ``late_s`` after their making. Use it as a context
     def __init__(self, root: str, late_s: float) -> None:
         self._root, self._late_s = os.path.abspath(root), late_s
         self._known: set[str] = set()

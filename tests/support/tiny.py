@@ -32,9 +32,7 @@ TP_PLAN = {
 # ── optimizers that keep state of no parameter, as published ones do ────────────────────────────────────────────────
 
 
-class Counts(SGD):
-    """As MADGRAD: a counter under a text in ``state``, on which the step depends."""
-
+class Counts(SGD):  # as MADGRAD: a counter under a text in ``state``, on which the step depends
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         k = self.state.setdefault("k", torch.tensor([0]))  # type: ignore[call-overload]  # as MADGRAD does
@@ -44,9 +42,7 @@ class Counts(SGD):
         return loss
 
 
-class Adds(SGD):
-    """As Ranger21 and SPAM: entries in ``state_dict``, a nested one and a tensor among them, taken back."""
-
+class Adds(SGD):  # as Ranger21 and SPAM: entries in ``state_dict``, a nested one and a tensor among them, taken back
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps, self.warmup, self.mean = 0, {"left": 5, "decay": (0.5, None)}, torch.zeros(3)
@@ -68,16 +64,12 @@ class Adds(SGD):
         self.steps, self.warmup, self.mean = (state_dict[key] for key in ("steps", "warmup", "mean"))
 
 
-class Wraps(SGD):
-    """As Lookahead: a state dict of another kind."""
-
+class Wraps(SGD):  # as Lookahead: a state dict of another kind
     def state_dict(self) -> dict[str, Any]:
         return {"base_optimizer": super().state_dict(), "slow": {}}
 
 
-class Scales(Adds):
-    """Its state dict changes the state of parameters."""
-
+class Scales(Adds):  # its state dict changes the state of parameters
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()
         return {**found, "state": {k: {"momentum_buffer": 2 * v["momentum_buffer"]} for k, v in found["state"].items()}}
@@ -232,9 +224,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class SaveAt(pl.Callback):
-    """Saves when a step is done, in the middle of training."""
-
+class SaveAt(pl.Callback):  # saves when a step is done, in the middle of training
     def __init__(self, step: int, path: str) -> None:
         self._step, self._path = step, path
 

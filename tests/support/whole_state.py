@@ -13,9 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 State = dict[str, Any]
 
 
-class Net(nn.Module):
-    """Odd sizes, a tie, a buffer, a frozen parameter and extra state."""
-
+class Net(nn.Module):  # odd sizes, a tie, a buffer, a frozen parameter and extra state
     def __init__(self, width: int = 5) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, width)

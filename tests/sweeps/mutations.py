@@ -342,19 +342,15 @@ def main() -> int:
     verdicts = dict[int, str]()
 
     def try_one(number: int) -> None:
-        if status not in (0, 1) or {*failed} & {*MUTATIONS[number - 1].tests}:
-            verdict, details = "NOT TRIED", "its tests fail without it"
-        else:
-            verdict, details = judge(MUTATIONS[number - 1])
+        mutation, details = MUTATIONS[number - 1], "its tests fail without it"
+        verdict = "NOT TRIED"
+        if status in (0, 1) and not {*failed} & {*mutation.tests}:
+            verdict, details = judge(mutation)
         verdicts[number] = verdict
-        print(f"{number:3} {verdict:11} {MUTATIONS[number - 1].name}\n    {details}", flush=True)
+        print(f"{number:3} {verdict:11} {mutation.name} ({mutation.promise})\n    {details}", flush=True)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(try_one, numbers))
-    print(f"\n{'':3} {'verdict':11} {'mutation':85} promise")
-    for number in numbers:
-        mutation = MUTATIONS[number - 1]
-        print(f"{number:3} {verdicts[number]:11} {mutation.name:85} {mutation.promise}")
     killed = list(verdicts.values()).count("killed")
     print(f"{killed} of {len(numbers)} killed, in {time.monotonic() - began:.0f} s")
     return 0 if killed == len(numbers) else 1

@@ -24,9 +24,7 @@ _AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How checkpoints of a kind are made and read."""
-
+class Format:  # how checkpoints of a kind are made and read
     name: str
     save: Callable[[str], None]
     load: Callable[[str], Any]
@@ -34,9 +32,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
-    """One changed bit, and what a load made of it."""
-
+class Flip:  # one changed bit, and what a load made of it
     format: str
     file: str
     at: int

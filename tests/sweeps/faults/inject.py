@@ -55,9 +55,7 @@ NO_FAULT = Fault()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A call that succeeded; paths are relative to the root. Clocks of all processes of a host are one."""
-
+class Change:  # a call that succeeded; paths are relative to the root. Clocks of all processes of a host are one
     at_ns: int
     name: Literal["create", "write", "truncate", "sync", "move", "exchange", "symlink", "remove", "mkdir"]
     path: str
@@ -66,9 +64,7 @@ class Change:
     data: bytes = b""
 
 
-class Interposer:
-    """Counts the calls below ``root``, injects ``fault`` and records what was done. Use it as a context."""
-
+class Interposer:  # counts the calls below ``root``, injects ``fault`` and records what was done. Use it as a context
     def __init__(self, root: str, fault: Fault = NO_FAULT, *, record: bool = False, exchange: bool = True) -> None:
         self._root, self._fault, self._recording = os.path.abspath(root), fault, record
         self._exchange = exchange  # else renameat2 says what it says on file systems that cannot exchange names
@@ -228,9 +224,7 @@ class Interposer:
             self.changes.append(Change(time.monotonic_ns(), name, path, other, offset, data))
 
 
-class _Library:
-    """The C library with a renameat2 that an interposer counts."""
-
+class _Library:  # the C library with a renameat2 that an interposer counts
     def __init__(self, interposer: Interposer, original: Any) -> None:
         self._interposer, self._original = interposer, original
 
@@ -241,9 +235,7 @@ class _Library:
         return lambda *args: self._interposer.renameat2(function, args)
 
 
-class _CountedFile(io.FileIO):
-    """A file of Python's own whose calls an interposer counts."""
-
+class _CountedFile(io.FileIO):  # a file of Python's own whose calls an interposer counts
     def __init__(self, interposer: Interposer, path: Any, mode: str, closefd: bool) -> None:
         self._interposer = interposer
         if not isinstance(path, int):  # opened here, so that it is counted, and once

@@ -21,9 +21,7 @@ State: TypeAlias = Union[bytes, str, "tuple[tuple[str, State], ...]"]
 
 
 @dataclass(slots=True)
-class File:
-    """A file, or a link with ``content`` as str."""
-
+class File:  # a file, or a link with ``content`` as str
     content: bytes | str = b""
     durable: bytes | str = b""
 
@@ -36,9 +34,7 @@ class File:
 
 
 @dataclass(slots=True)
-class Directory:
-    """A directory: its names now, and all versions that may be on the disk, the durable one first."""
-
+class Directory:  # a directory: its names now, and all versions that may be on the disk, the durable one first
     entries: dict[str, Node] = field(default_factory=dict)
     versions: list[dict[str, Node]] = field(default_factory=lambda: [{}])
 
@@ -158,9 +154,7 @@ def make(state: State, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """What loads after the power failed when ``done`` of ``of`` calls had been made; in how many of the states."""
-
+class Loss:  # what loads after the power failed when ``done`` of ``of`` calls had been made; in how many of the states
     scenario: str
     done: int
     of: int

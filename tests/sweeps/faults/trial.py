@@ -53,9 +53,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How the action ended on one rank."""
-
+class End:  # how the action ended on one rank
     how: Literal["returned", "raised", "killed", "hung"]
     message: str = ""
     calls: tuple[str, ...] = ()
@@ -63,9 +61,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a fault in a rank."""
-
+class Outcome:  # what came of a fault in a rank
     scenario: str
     rank: int
     fault: Fault

@@ -13,7 +13,6 @@ import torch
 from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.sweeps.twins.base import BATCH, CLASSES, STEPS, WIDTH, Net, dataset
@@ -108,18 +107,6 @@ def loss_of(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 
 @script
-def trains_simply(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-3))
-    for batch in loop.batches():
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loop.fabric.backward(loss)
-        optimizer.step()
-        loop.seen.append(float(loop.fabric.all_reduce(loss.detach(), reduce_op="mean")))
-
-
-@script
 def accumulates_without_sync(loop: Loop) -> None:
     _, model, optimizer = loop.set_up(momentum=0.9)
     for number, batch in enumerate(loop.batches()):
@@ -130,18 +117,6 @@ def accumulates_without_sync(loop: Loop) -> None:
             loop.seen.append(float(loop.fabric.clip_gradients(model, optimizer, max_norm=0.3)))
             optimizer.step()
             optimizer.zero_grad()
-
-
-@script
-def clips_by_torch(loop: Loop) -> None:
-    _, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        loop.seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @script
@@ -262,19 +237,6 @@ def keeps_a_mean(loop: Loop) -> None:
 
 
 @script
-def reads_weights(loop: Loop) -> None:
-    net, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        loop.seen += [p.grad.norm().item() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        loop.seen += [float(net.head.weight[0, 0]), net.embed.weight.abs().max().item()]
-        loop.seen += net.head.weight.detach().cpu().numpy().ravel()[:3].tolist()
-        loop.seen.append(float(torch.linalg.svdvals(net.head.weight.detach()).sum()))
-
-
-@script
 def calls_other_methods(loop: Loop) -> None:
     """Methods of the module besides its forward, marked as such and not."""
     net, model, optimizer = loop.set_up()
@@ -282,14 +244,6 @@ def calls_other_methods(loop: Loop) -> None:
     for batch in loop.batches():
         features = model.features(batch[0]).double()  # Fabric makes float32 of what a strategy returns
         loop.learn(F.cross_entropy(net.head(features), batch[1]) + model(batch[2]).square().mean(), optimizer)
-
-
-@script
-def uses_loaders(loop: Loop) -> None:
-    """``setup_dataloaders``, in order."""
-    _, model, optimizer = loop.set_up()
-    for batch in loop.fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH // loop.place[0])):
-        loop.learn(loss_of(model, batch), optimizer)
 
 
 @script
