@@ -1,7 +1,7 @@
 """Directories that DeepSpeed itself wrote are read. Oracles: its own converter, and training that it continued itself.
 
-``golden/deepspeed-0.19.zip`` was made once, by ``golden/make_deepspeed.py``, and is never made again. DeepSpeed is not
-installed here.
+``golden/deepspeed-0.19.zip`` was made once, by a script in ``golden/makers.zip``, and is never made again. DeepSpeed is
+not installed here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MASTERS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "universal-zero
 
 
 class Net(nn.Module):
-    """As ``golden/make_deepspeed.py`` has it."""
+    """As in the script that made the directories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Lit(pl.LightningModule):
-    """As ``golden/make_deepspeed.py`` has it."""
+    """As in the script that made the directories."""
 
     def __init__(self) -> None:
         super().__init__()

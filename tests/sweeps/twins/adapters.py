@@ -29,25 +29,8 @@ class Frozen(Natural, abstract=True):  # a frozen network; what trains is added 
     def build(self) -> None:
         self.net = Net().requires_grad_(False)
 
-    def linears(self) -> dict[str, nn.Linear]:
-        return {name: m for name, m in self.net.layers.named_modules() if isinstance(m, nn.Linear)}
-
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-2)
-
-
-class LoraByHooks(Frozen, max_epochs=2):
-    """Forward hooks of the frozen layers add what the adapters compute; these live in a dict beside them."""
-
-    def build(self) -> None:
-        super().build()
-        self.adapters = nn.ModuleDict({n.replace(".", "_"): LowRank(m) for n, m in self.linears().items()})
-        for name, linear in self.linears().items():
-            linear.register_forward_hook(self.hook(self.adapters[name.replace(".", "_")]))
-
-    @staticmethod
-    def hook(adapter: nn.Module) -> Any:
-        return lambda module, args, output: output + adapter(args[0])
 
 
 class LoraByHooksOfParts(Frozen):
@@ -55,7 +38,7 @@ class LoraByHooksOfParts(Frozen):
 
     def build(self) -> None:
         super().build()
-        for linear in self.linears().values():
+        for linear in [m for m in self.net.layers.modules() if isinstance(m, nn.Linear)]:
             linear.lora = LowRank(linear)
             linear.register_forward_hook(lambda module, args, output: output + module.lora(args[0]))
         self.net.head.requires_grad_(True)
@@ -135,24 +118,3 @@ class SwapsAttributesInStep(Manual):
             self.manual_backward(F.cross_entropy(self.net(source), batch[1]))
             optimizer.step()
         self.net.head = self.heads[0]
-
-
-class DecomposesWeights(Frozen):
-    """DoRA: magnitude and direction of the changed weight, with the norm taken without history."""
-
-    class Directed(nn.Linear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.lora = LowRank(self)
-            self.magnitude = nn.Parameter(self.weight.detach().norm(dim=1))
-            self.weight.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            changed = self.weight + self.lora.delta()
-            scale = self.magnitude / changed.detach().norm(dim=1)
-            return F.linear(x, changed * scale[:, None], self.bias)
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = self.Directed(WIDTH, 12)

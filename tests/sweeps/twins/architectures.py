@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net
 
@@ -26,36 +25,6 @@ class RoutesInOneTensor(Natural):  # weights of all experts in one 3-D parameter
         single = torch.einsum("bi,bio->bo", x, self.up[chosen] @ self.down[chosen])
         picked = every[chosen, torch.arange(len(x))]
         return F.cross_entropy(self.net.head(picked + single), batch[1])
-
-
-class Packed(Natural):  # sequences of several lengths, packed; the last state of each
-    def build(self) -> None:
-        self.embed = nn.Embedding(7, WIDTH, padding_idx=0)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, proj_size=4)
-        self.gru = nn.GRU(4, WIDTH, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        lengths = 1 + batch[3][:, 0] % 4
-        packed = pack_padded_sequence(self.embed(batch[3]), lengths, batch_first=True, enforce_sorted=False)
-        x, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        _, h = self.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        return F.cross_entropy(self.head(torch.cat([h[0], h[1]], 1)), batch[1])
-
-
-class Bags(Natural):  # ``EmbeddingBag`` with weights of samples and offsets, one-hot products
-    def build(self) -> None:
-        self.bag = nn.EmbeddingBag(7, WIDTH, mode="sum", include_last_offset=False)
-        self.mean = nn.EmbeddingBag(7, WIDTH, mode="mean", padding_idx=1)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        tokens = batch[3]
-        x = self.bag(tokens, per_sample_weights=batch[0][:, :4].sigmoid()) + self.mean(tokens)
-        starts, weights = torch.arange(0, tokens.numel(), 4, device=tokens.device), batch[2][:, :4].flatten()
-        flat = self.bag(tokens.flatten(), starts, per_sample_weights=weights)
-        hot = F.one_hot(tokens[:, 0], 7).to(x) @ self.bag.weight
-        return F.cross_entropy(self.head(x + flat + hot), batch[1])
 
 
 class FourierLayer(nn.Module):  # as in Fourier neural operators: complex weights

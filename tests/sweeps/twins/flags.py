@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,50 +45,9 @@ class LogsInEveryWay(Logged):
         self.log("rate", optimizer.param_groups[0]["lr"], on_epoch=True)
 
 
-class Measures(Validated, max_epochs=2, limit_val_batches=3, tolerance=1e-6):  # metrics sum up in float32
-    """Metrics of torchmetrics, logged as objects, updated and computed by hand."""
-
-    def build(self) -> None:
-        super().build()
-        common = {"task": "multiclass", "num_classes": CLASSES}
-        self.accuracy = torchmetrics.Accuracy(**common)
-        self.several = torchmetrics.MetricCollection(
-            {"f1": torchmetrics.F1Score(**common, average="macro"), "auroc": torchmetrics.AUROC(**common)}
-        ).clone(prefix="train/")
-        self.mean = torchmetrics.MeanMetric()
-        self.confusion = torchmetrics.ConfusionMatrix(**common)
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.accuracy(out, batch[1])
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.several.update(out.softmax(1), batch[1])
-        self.mean.update(loss.detach(), weight=len(out))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log_dict(self.several.compute())
-        self.seen.append(float(self.mean.compute()))
-        self.several.reset()
-        self.mean.reset()
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self.confusion.update(self.net(batch[0]), batch[1])
-
-    def on_validation_epoch_end(self) -> None:
-        self.seen += self.confusion.compute().flatten().tolist()
-        self.confusion.reset()
-
-
 class StopsEarly(
     Validated, max_epochs=6, limit_val_batches=2, callbacks=lambda: [EarlyStopping("val", patience=0, min_delta=0.05)]
 ): ...
-
-
-class SkipsAnEpoch(Logged, max_epochs=2):
-    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
-        return -1 if self.current_epoch == 0 and index == 2 else None
 
 
 class LooksForAnomalies(Logged, limit_train_batches=1.0, detect_anomaly=True, deterministic=True): ...

@@ -31,15 +31,6 @@ class Recurrent(Natural):  # speech-like: LSTM, GRU, cells in a loop
         return F.cross_entropy(self.head(h), batch[1])
 
 
-class Convolutional(Natural):
-    def build(self) -> None:
-        self.body = nn.Sequential(nn.Conv1d(1, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.ReLU(), nn.Conv1d(5, 3, 2))
-        self.head = nn.Linear(15, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.head(self.body(batch[0][:, None]).flatten(1)), batch[1])
-
-
 class Attentive(Natural):  # torch's transformer layers, in training and, on their fast path, in evaluation
     def build(self) -> None:
         self.embed = nn.Embedding(7, WIDTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,36 +130,6 @@ def _root(matrix: Tensor) -> Tensor:
 
 simple("LAMB", lambda m: Lamb(m.parameters(), betas=(0.9, 0.99)))
 simple("Shampoo", lambda m: Shampoo(m.parameters()))
-
-
-class CountingSGD(torch.optim.SGD):  # keeps numbers beside its state, in its own ``state_dict``
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.steps, self.warm = 0, torch.zeros(3)
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] = 0.1 / math.sqrt(1 + self.steps)
-        self.steps += 1
-        self.warm[self.steps % 3] += 1
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "steps": self.steps, "warm": self.warm}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        self.steps, self.warm = state.pop("steps"), state.pop("warm")
-        super().load_state_dict(state)
-
-
-class CountsByItself(Natural):
-    def configure_optimizers(self) -> Optimizer:
-        return CountingSGD(self.parameters(), 0.1)
-
-    def on_train_end(self) -> None:
-        optimizer = self.trainer.optimizers[0]
-        self.seen += [float(optimizer.steps), *optimizer.warm.tolist()]
 
 
 class GroupsByLayer(Natural):  # learning rates that fall from layer to layer, a scheduler, groups without decay
