@@ -52,8 +52,7 @@ def save(*paths: str) -> None:
                 "epoch": 1,
                 "global_step": 2,
                 "callbacks": {
-                    "Best": {"best": float("inf"), "seen": (1, 2), 5: None},
-                    "EMA": {"mean": drawn((300,), 9)},
+                    "Best": {"best": float("inf"), "seen": (1, 2), 5: None}, "EMA": {"mean": drawn((300,), 9)}
                 },
                 "lr_schedulers": [{"milestones": collections.Counter([3, 3, 5])}],
                 "state_dict": {n: placed(n, i) for i, n in enumerate(SHAPES)},

@@ -23,10 +23,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress
 QUIET |= {"enable_model_summary": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
 VOCABULARY = 37  # odd: no world size of the tests divides it
 TP_PLAN = {
-    "embed": "embedding_rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-    "head": "colwise_gather_output",
+    "embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"
 }
 
 # ── optimizers that keep state of no parameter, as published ones do ────────────────────────────────────────────────

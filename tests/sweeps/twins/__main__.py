@@ -27,10 +27,7 @@ _ALONE = partial(run_ranks, init_process_group=False)
 
 
 def main(
-    topology: str,
-    *names: str,
-    alone: Callable[..., list[Any]] = _ALONE,
-    on_ranks: Callable[..., list[Any]] = run_ranks,
+    topology: str, *names: str, alone: Callable[..., list[Any]] = _ALONE, on_ranks: Callable[..., list[Any]] = run_ranks
 ) -> int:
     """The number of cases that differ from their twins, or end with an error."""
     if topology == "gpu":

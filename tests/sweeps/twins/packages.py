@@ -143,8 +143,7 @@ MODELS = {
     "Mamba": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}),
     "MambaRecomputed": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}, recomputes=True),
     "Mamba2": Recipe(
-        *("Mamba2ForCausalLM", "mamba2"),
-        {**HEADS, "state_size": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4},
+        *("Mamba2ForCausalLM", "mamba2"), {**HEADS, "state_size": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4}
     ),
     "Rwkv": Recipe("RwkvForCausalLM", "rwkv", {"attention_hidden_size": 16}),
     "RecurrentGemma": Recipe("RecurrentGemmaForCausalLM", "recurrent_gemma", {"lru_width": 16, "num_hidden_layers": 3}),
