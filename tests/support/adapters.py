@@ -11,22 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO
-from tests.support import tiny
+from tests.support import hub, tiny
 from tests.support.nets import lora
 from tests.support.pool import run_ranks
 
-SIZES = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+LLAMA = {**hub.LLAMA, "vocab_size": 37}
 LORA: dict[str, Any] = {"modules_to_save": ["lm_head"], "lora_dropout": 0.1}
 
 
 def llama(folder: str | None = None) -> Any:
     """New weights, or those of a folder."""
+    if folder is None:
+        return hub.llama(**LLAMA)
     import transformers
 
-    if folder is not None:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder).train()
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).train()
 
 
 def save_base(folder: str) -> None:
@@ -66,26 +65,14 @@ class Adapted(pl.LightningModule):
 
 
 def fit(
-    strategy: dict[str, Any],
-    steps: int,
-    *,
-    base: str | None,
-    save: str | None = None,
-    resume: str | None = None,
-    options: dict[str, Any] | None = LORA,
-    io: dict[str, Any] | None = None,
-    strict: bool = True,
-    seed: int = 1,
+    strategy: dict[str, Any], steps: int, *, base: str | None, options: Any = LORA, io: Any = None, **more: Any
 ) -> dict[str, Any]:
-    """Train up to ``steps`` and save; returns weights and optimizer state, whole, of this rank's stage."""
-    pl.seed_everything(seed, verbose=False)
+    """Train up to ``steps`` as `tiny.train`; returns weights and optimizer state, whole, of this rank's stage."""
+    pl.seed_everything(more.pop("seed", 1), verbose=False)
     plugin = ShardCkptIO(**({"adapters_only": True} if io is None else io))
-    run = tiny.trainer(strategy, max_steps=steps, limit_val_batches=0, plugins=[plugin])
     module = Adapted(base, options)
-    module.strict_loading = strict
-    run.fit(module, tiny.loader(), ckpt_path=resume)
-    if save is not None:
-        run.save_checkpoint(save)
+    module.strict_loading = more.pop("strict", True)
+    run = tiny.train(module, strategy, steps, plugins=[plugin], **more)
     return tiny.full_state(module, run.optimizers)
 
 

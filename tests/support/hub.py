@@ -72,4 +72,4 @@ class Wrapped(nn.Module):
 def llama(**more: Any) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, **more))
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**LLAMA, **more}))
