@@ -50,9 +50,6 @@ class StopsEarly(
 ): ...
 
 
-class LooksForAnomalies(Logged, limit_train_batches=1.0, detect_anomaly=True, deterministic=True): ...
-
-
 class Loads(Logged, abstract=True):  # has a loader of its own
     more: Any = None
 

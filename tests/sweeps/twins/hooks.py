@@ -176,9 +176,6 @@ class ZeroesNanInHook(Natural):
                 p.grad.data.clamp_(-0.05, 0.05)
 
 
-class ClipsAutomatically(Natural, gradient_clip_val=0.1): ...
-
-
 class AccumulatesAutomatically(Natural, accumulate_grad_batches=2, gradient_clip_val=0.2): ...
 
 

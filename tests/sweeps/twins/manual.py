@@ -71,40 +71,6 @@ class Closure(Manual):
         self.optimizers().step(closure=closure)
 
 
-class Accumulates(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        self.manual_backward(self.loss(batch) / 2)
-        if index % 2:
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-
-class Sam(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        self.manual_backward(self.loss(batch))
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
-            self.steps = [p.grad * (0.05 / (norm + 1e-12)) for p in self.parameters()]
-            for p, step in zip(self.parameters(), self.steps, strict=True):
-                p.add_(step)
-        self.optimizers().zero_grad()
-        super().training_step(batch, index)
-
-    @torch.no_grad()
-    def edit(self, index: int) -> None:
-        for p, step in zip(self.parameters(), self.steps, strict=True):
-            p.sub_(step)
-
-
-class GradientsByFunction(Manual, whole=BY_FUNCTION):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        params = list(self.parameters())
-        for p, g in zip(params, torch.autograd.grad(self.loss(batch), params), strict=True):
-            p.grad = g
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
 class PCGrad(Manual, whole=BY_FUNCTION):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         params = list(self.parameters())

@@ -1,4 +1,4 @@
-"""Recipes of papers: distillation, recomputation by hand, tied weights, early exits, experts, and failing steps."""
+"""Recipes of papers: distillation, recomputation by hand, functions of users, early exits, experts, failing steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -132,17 +131,16 @@ class Recompute(torch.autograd.Function):  # runs a module again in its backward
 
 
 class RecomputesByFunction(ByLayers):
+    gives_parameters = True
+
     def pass_through(self, layers: Any, x: Tensor) -> Tensor:
         for layer in layers:
-            x = Recompute.apply(layer, x, *layer.parameters())
+            x = Recompute.apply(layer, x, *(layer.parameters() if self.gives_parameters else ()))
         return x
 
 
-class RecomputesIntoGradients(ByLayers):
-    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = Recompute.apply(layer, x)
-        return x
+class RecomputesIntoGradients(RecomputesByFunction):
+    gives_parameters = False
 
 
 class Adjoint(torch.autograd.Function):
@@ -220,17 +218,7 @@ class ChecksPointsReentrantly(Natural):
         use_reentrant = True
 
 
-# ── tied weights, and functions of users inside of layers ───────────────────────────────────────────────────────────
-
-
-class TiesByFunctionalCall(Natural):  # a decoder that runs with the weights of the encoder, transposed
-    def build(self) -> None:
-        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3))
-        self.decoder = nn.Sequential(nn.Linear(3, WIDTH), nn.GELU(), nn.Linear(WIDTH, 6))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        weights = {"0.weight": self.encoder[2].weight.t(), "2.weight": self.encoder[0].weight.t()}
-        return F.mse_loss(functional_call(self.decoder, weights, (self.encoder(batch[0]),)), batch[0])
+# ── functions of users inside of layers ─────────────────────────────────────────────────────────────────────────────
 
 
 class LinearByHand(torch.autograd.Function):
