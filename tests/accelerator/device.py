@@ -43,7 +43,7 @@ def install(
     _module = load(PRETEND)
     _module.begin(devices, guarded, eager, notices_death, deadlock_s)
     _change_cuda()
-    torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)  # type: ignore[assignment]
+    torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)
     nccl.install(_module)
 
 
@@ -243,8 +243,8 @@ def _change_cuda() -> None:
         _cuda_emptyCache=lambda: None,
     )
     torch.version.cuda = "13.0"
-    torch.UntypedStorage.resize_ = _resize_by(torch.UntypedStorage.resize_)  # type: ignore[method-assign]  # see there
-    torch.UntypedStorage.clone = _clone_by(torch.UntypedStorage.clone)  # type: ignore[method-assign]  # see there
+    torch.UntypedStorage.resize_ = _resize_by(torch.UntypedStorage.resize_)
+    torch.UntypedStorage.clone = _clone_by(torch.UntypedStorage.clone)
 
 
 def _add_to_extension(**functions: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ def share(*, eager: bool = True, deadlock_s: float = 60) -> None:
 
 def share_gpu(world: int) -> None:
     """Let Lightning's accelerators take the first GPU as that of each of ``world`` ranks."""
-    for accelerator in (pl.accelerators.CUDAAccelerator, fabric.accelerators.CUDAAccelerator):  # type: ignore[attr-defined]
+    for accelerator in (pl.accelerators.CUDAAccelerator, fabric.accelerators.CUDAAccelerator):
         accelerator.parse_devices = staticmethod(lambda devices: list(range(world)))
         accelerator.get_parallel_devices = staticmethod(lambda devices: [torch.device("cuda", 0) for _ in devices])
 
@@ -43,7 +43,7 @@ def install(module: Any) -> None:
         initialize(*args, **kwargs)  # groups would be split from a communicator that is bound to device_id
 
     for home in (c10d, dist):
-        home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]  # that of a build with CUDA
+        home.ProcessGroupNCCL = ProcessGroupNCCL
         home.init_process_group = init_process_group
     _module.PretendNccl._group_start = _module.PretendNccl._group_end = _group_nothing
     c10d._NCCL_AVAILABLE = True

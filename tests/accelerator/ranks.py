@@ -80,7 +80,7 @@ def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], real: bool, pretend: 
             nccl.share(eager=pretend.get("eager", True))
     torch.cuda.set_device(rank % torch.cuda.device_count())
     warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
-    store = dist.FileStore(os.path.abspath("../store"), world)  # type: ignore[attr-defined]  # public
+    store = dist.FileStore(os.path.abspath("../store"), world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
     value = fn(*args)
     torch.cuda.synchronize()

@@ -48,7 +48,7 @@ class Net(pl.LightningModule):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]  # a Tensor
+        return self.head(x)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         return loss_of(self, batch[0])

@@ -43,11 +43,8 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "a communicator for each pair": (4, HSDP, {}, ROUNDING),
     "a group of NCCL alone": (2, TENSOR_PARALLEL, {}, ROUNDING),
 }
-QUICK = ("FSDP", "tensor parallel")
-SWEPT = (
-    *("bf16-true", "checkpointed activations", "clipped by norm", "accumulated", "fused optimizer"),
-    *("offloaded replicas", "a communicator for each pair", "a module that is not sharded", "bf16-mixed", "replicas"),
-)
+SAMPLE = ("FSDP", "tensor parallel", "one process", "HSDP", "16-mixed", "offloaded, clipped", "a group of NCCL alone")
+"""What the suite runs; the sweeps run all."""
 GROUPS: dict[str, dict[str, Any]] = {
     "a communicator for each pair": {"pretend": {"eager": False}},
     "a group of NCCL alone": {"backend": "nccl"},
@@ -67,10 +64,6 @@ class _WithoutDropout(pl.Callback):
 def _losses(strategy: Mapping[str, Any], accelerator: str, options: Mapping[str, Any]) -> list[float]:
     found = fit(strategy, STEPS, accelerator=accelerator, callbacks=[_WithoutDropout()], **options)["losses"]
     return list(found)
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name in QUICK else [pytest.mark.slow, *([pytest.mark.sweep] if name in SWEPT else [])]
 
 
 def _losses_of(names: list[str], accelerator: str) -> dict[str, list[float]]:
@@ -97,7 +90,7 @@ def found(request: pytest.FixtureRequest) -> tuple[Found, Found]:
     return on_cpus, on_gpus
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SAMPLE else pytest.mark.sweep) for n in CASES])
 def test_losses_are_those_on_cpus(name: str, found: tuple[Found, Found]) -> None:
     on_cpus, on_gpus = (torch.tensor(one[name]) for one in found)
     assert len(on_gpus) == CASES[name][0]
@@ -107,8 +100,7 @@ def test_losses_are_those_on_cpus(name: str, found: tuple[Found, Found]) -> None
 def test_groups_of_their_members_alone_come_up_with_a_barrier_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gloo, for host numbers: other ranks would have to split NCCL's communicator, or to come to the barrier."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    found = run_on_gpus(4, _losses, HSDP, "cuda", {})
-    assert len(found) == 4
+    assert len(run_on_gpus(4, _losses, HSDP, "cuda", {})) == 4
 
 
 def _asks_over_a_mesh_of_its_own() -> list[list[float]]:
@@ -146,19 +138,18 @@ class _Names(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _functions_of_lists(strategy: Mapping[str, Any]) -> set[str]:
-    with _Names() as mode:
-        mode.names = set()
-        fit(strategy, 2, accelerator="cuda")
-    return mode.names
+def _functions_of_lists(strategies: list[Mapping[str, Any]]) -> list[set[str]]:
+    found = []
+    for strategy in strategies:
+        with _Names() as mode:
+            mode.names = set()
+            fit(strategy, 2, accelerator="cuda")
+        found.append(mode.names)
+    return found
 
 
 def test_an_optimizer_steps_by_functions_of_lists_as_on_one_process() -> None:
-    (expected,) = run_on_gpus(1, _functions_of_lists, {})
+    ((expected,),) = run_on_gpus(1, _functions_of_lists, [{}])
     assert "_foreach_addcdiv_" in expected
-    for found in run_on_gpus(2, _functions_of_lists_of_each, [{}, TENSOR_PARALLEL]):
+    for found in run_on_gpus(2, _functions_of_lists, [{}, TENSOR_PARALLEL]):
         assert found == [expected] * 2
-
-
-def _functions_of_lists_of_each(strategies: list[Mapping[str, Any]]) -> list[set[str]]:
-    return [_functions_of_lists(strategy) for strategy in strategies]

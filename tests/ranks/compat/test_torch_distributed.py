@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.compat.torch_distributed import (
     abort_accelerators,
@@ -28,36 +30,57 @@ from tests.support.collectives import gathered_and_reduced
 from tests.support.pool import run_ranks
 
 
-def both() -> list[bool]:
-    own = torch.arange(3.0) + 10 * dist.get_rank()
+def collectives() -> None:
+    own, world = torch.arange(3.0) + 10 * dist.get_rank(), dist.group.WORLD
     listed = [torch.empty(3) for _ in range(2)]
     dist.all_gather(listed, own)
     gathered, part, parts = torch.empty(6), torch.empty(3), torch.arange(6.0) * (1 + dist.get_rank())
-    at_once = all_gather_single(gathered, own, group=None)
-    reduce_scatter_single(part, parts, group=dist.group.WORLD, async_op=True).wait()
+    assert all_gather_single(gathered, own, group=None) is None
+    assert torch.equal(gathered, torch.cat(listed))
+    reduce_scatter_single(part, parts, group=world, async_op=True).wait()
     dist.all_reduce(parts)
-    expected = parts.view(2, 3)[dist.get_rank()]
-    return [at_once is None, torch.equal(gathered, torch.cat(listed)), torch.equal(part, expected)]
+    assert torch.equal(part, parts.view(2, 3)[dist.get_rank()])
 
 
-def test_each_rank_has_what_the_simpler_collectives_give() -> None:
-    assert run_ranks(2, both) == [[True] * 3] * 2
-
-
-def distributed_locally() -> list[list[float]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
+def distributed_locally() -> None:
+    """Tensors are distributed without communication, inside only."""
     mesh, own = init_device_mesh("cpu", (2,)), torch.arange(4.0) + 10 * dist.get_rank()
     with distribute_locally():
         cut, whole = (distribute_tensor(own.clone(), mesh, [placement]) for placement in (Shard(0), Replicate()))
-    sent = distribute_tensor(own, mesh, [Replicate()])
-    return [tensor.to_local().tolist() for tensor in (cut, whole, sent)]
+    sent = distribute_tensor(own.clone(), mesh, [Replicate()])
+    assert torch.equal(cut.to_local(), own.chunk(2)[dist.get_rank()]) and torch.equal(whole.to_local(), own)
+    assert torch.equal(sent.to_local(), torch.arange(4.0))
 
 
-def test_tensors_are_distributed_without_communication_inside_only() -> None:
-    first, second = [0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]
-    assert run_ranks(2, distributed_locally) == [[first[:2], first, first], [second[2:], second, first]]
+def groups() -> None:
+    """A group is found by its name until it is destroyed, has a backend for devices, and outlives an abort of GPUs'."""
+    group = dist.new_group([0, 1], backend="gloo")
+    name = group.group_name
+    assert group_of_name(name) is group
+    dist.destroy_process_group(group)
+    with pytest.raises((RuntimeError, ValueError)):
+        group_of_name(name)
+    devices = [torch.device("cpu"), torch.device("cuda"), torch.device("meta")]
+    assert [backend_name(dist.group.WORLD, device) for device in devices] == ["gloo", "gloo", None]
+    on_gpus, both = dist.new_group(backend="cuda:gloo"), dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert [backend_name(on_gpus, device) for device in devices] == [None, "gloo", None]
+    abort_accelerators()
+    total = torch.ones(1) + dist.get_rank()
+    for group in (dist.group.WORLD, both):
+        dist.all_reduce(total, group=group)
+    assert total.item() == 6
+
+
+def told() -> None:
+    if dist.get_rank() == 0:
+        put_bytes(default_store(), "told by rank 0", b"\xff\x00")
+    dist.barrier()
+    assert bytes(default_store().get("told by rank 0")) == b"\xff\x00"
+
+
+@pytest.mark.parametrize("check", [collectives, distributed_locally, groups, told])
+def test_collectives_groups_and_the_store_are_those_of_torch(check: Callable[[], None]) -> None:
+    run_ranks(2, check)
 
 
 def test_dtypes_that_backends_lack_travel_too() -> None:
@@ -67,60 +90,6 @@ def test_dtypes_that_backends_lack_travel_too() -> None:
             assert every == [each.to(dtype).tolist() for each in own]
         total = (own[0] + own[1]).view(-1)[3 * rank : 3 * rank + 3]
         assert found[4:] == [total.to(torch.complex64).tolist(), total.float().tolist()]
-
-
-def found_by_name() -> tuple[bool, list[float], bool]:
-    group = dist.new_group([0, 1], backend="gloo")
-    found = group_of_name(group.group_name)
-    total = torch.ones(1) + dist.get_rank()
-    dist.all_reduce(total, group=found)
-    name = group.group_name
-    dist.destroy_process_group(group)
-    try:
-        group_of_name(name)
-    except (RuntimeError, ValueError):
-        return found is group, total.tolist(), True
-    return found is group, total.tolist(), False
-
-
-def test_a_group_is_found_by_its_name_until_it_is_destroyed() -> None:
-    assert run_ranks(2, found_by_name) == [(True, [3.0], True)] * 2
-
-
-def backends() -> list[str | None]:
-    devices = [torch.device("cpu"), torch.device("cuda"), torch.device("meta")]
-    found = [backend_name(dist.group.WORLD, device) for device in devices]  # type: ignore[arg-type]  # there is one
-    other = dist.new_group(backend="cuda:gloo")
-    return [*found, *(backend_name(other, device) for device in devices)]
-
-
-def test_a_group_has_a_backend_for_the_devices_that_it_serves() -> None:
-    assert run_ranks(2, backends) == [["gloo", "gloo", None, None, "gloo", None]] * 2
-
-
-def reduced_after_abort() -> list[float]:
-    other = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    abort_accelerators()
-    total = torch.ones(1) + dist.get_rank()
-    for group in (dist.group.WORLD, other):
-        dist.all_reduce(total, group=group)
-    return total.tolist()
-
-
-def test_groups_for_tensors_of_the_cpu_go_on_after_an_abort() -> None:
-    """What it does to a GPU's is in tests/accelerator/test_lost_ranks.py."""
-    assert run_ranks(2, reduced_after_abort) == [[6.0], [6.0]]
-
-
-def told() -> bytes:
-    if dist.get_rank() == 0:
-        put_bytes(default_store(), "told by rank 0", b"\xff\x00")
-    dist.barrier()
-    return bytes(default_store().get("told by rank 0"))
-
-
-def test_what_one_rank_puts_into_the_default_store_the_others_get() -> None:
-    assert run_ranks(2, told) == [b"\xff\x00"] * 2
 
 
 @pytest.mark.parametrize("view", [clone_store, prefix_store])

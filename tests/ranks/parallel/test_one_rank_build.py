@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,36 +23,6 @@ Build = Callable[[], nn.Module]
 
 
 # ── what is built ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln = nn.LayerNorm(width)
-        self.fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
-
-
-class NanoGPT(nn.Module):
-    """Initialises itself as nanoGPT does: a pass over all modules, then one over the residual projections."""
-
-    def __init__(self, width: int = 16, layers: int = 3) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(50, width, padding_idx=3)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.lm_head = nn.Linear(width, 50, bias=False)
-        self.wte.weight = self.lm_head.weight
-        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8))
-        self.apply(self._init_weights)
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * layers))
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            torch.nn.init.zeros_(module.bias)
 
 
 class Scales(nn.Module):
@@ -79,9 +48,7 @@ class Slices(nn.Module):
         self.w = nn.Parameter(w)
         w[0].fill_(7.0)  # an alias that the parameter shares memory with
         self.w.data[1:3, ::2].normal_(1.0, 2.0)
-        self.w.data[:, 3] = torch.linspace(0, 1, 6)
         with torch.no_grad():
-            self.w.mul_(0.5)
             self.w[5].copy_(self.w[4])
             self.w[self.w > 1.5] = -1.0
             self.w.t()[2].exponential_()
@@ -93,6 +60,8 @@ class Slices(nn.Module):
         self.x.data.uniform_(-1, 1)
         self.register_buffer("w0", self.w.detach().clone())
         self.plain = self.v.detach() + 1
+        self.qk = nn.Parameter(torch.cat([torch.randn(4, 4), torch.randn(4, 4).flip(0)]))
+        self.parts = nn.ParameterList(self.qk.detach().chunk(2))
 
 
 class Inits(nn.Module):
@@ -157,9 +126,6 @@ class Generators(nn.Module):
         self.b = nn.Parameter(torch.empty(30).normal_(generator=generator))
         self.c = nn.Parameter(torch.poisson(self.a.detach().exp()))
         self.d = nn.Parameter(torch.bernoulli(torch.rand(40)))
-        self.e = nn.Parameter(torch.normal(self.a.detach(), self.b.detach().abs()))
-        self.f = nn.Parameter(torch.randperm(17).float())
-        self.g = nn.Parameter(torch.multinomial(torch.rand(9), 4).double())
         torch.manual_seed(99)
         self.h = nn.Parameter(nn.functional.dropout(torch.rand(50), 0.3))
         with torch.random.fork_rng(devices=[]):
@@ -223,7 +189,7 @@ def hugging_face(kind: str, **sizes: Any) -> Build:
 
 
 BUILDS: dict[str, Build] = {
-    "nanogpt": NanoGPT, "scales": Scales, "slices": Slices, "inits": Inits, "reads": Reads, "copies": Copies,
+    "scales": Scales, "slices": Slices, "inits": Inits, "reads": Reads, "copies": Copies,
     "generators": Generators, "casts": Casts, "lazy": Lazy, "anchored": Anchored, "normed": normed,
     "spectral": spectral,
     "llama": hugging_face("Llama", intermediate_size=32, num_attention_heads=4, tie_word_embeddings=True),

@@ -94,37 +94,18 @@ def _alike(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     )
 
 
-def _make(rank: int) -> Net:
-    return Net()
-
-
-def _make_with_skips(rank: int) -> Net:
-    return Net(((1, 4), (4, 5))[rank])
-
-
-def _train(make: Make) -> tuple[bool, int, set[type]]:
+def _train(skipped: tuple[tuple[int, ...], ...]) -> None:
+    make = lambda rank: Net(skipped[rank])  # noqa: E731
     expected, net = _mean(make), make(dist.get_rank())
     _watch(net)
     with _counted() as buffers:
         net(_batch(dist.get_rank())).backward()
-    return _alike(net.gradients(), expected), len(buffers), {type(p.grad) for p in net.parameters() if p.requires_grad}
+    assert _alike(net.gradients(), expected) and len(buffers) == 1
+    assert {type(p.grad) for p in net.parameters() if p.grad is not None} == {Tensor}
 
 
-def _plain() -> Any:
-    return _train(_make)
-
-
-def _skipping() -> Any:
-    return _train(_make_with_skips)
-
-
-def test_gradients_are_averaged_in_one_buffer() -> None:
-    assert run_ranks(2, _plain) == [(True, 1, {Tensor})] * 2
-
-
-def test_a_gradient_that_some_ranks_lack_counts_as_zero() -> None:
-    for is_mean, count, _ in run_ranks(2, _skipping):
-        assert is_mean and count == 1
+def test_gradients_are_averaged_in_one_buffer_and_one_that_some_ranks_lack_counts_as_zero() -> None:
+    run_each({skipped: (2, _train, skipped) for skipped in (((), ()), ((1, 4), (4, 5)))})
 
 
 def _replace(parameter: nn.Parameter) -> None:
@@ -142,23 +123,18 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def _use(how: str) -> str:
-    def use(net: Net, number: int) -> None:
-        if number == 1:
-            USES[how](net.layers[-1].weight)
-
-    net = Net()
-    net.at_layer = use
-    _watch(net)
-    with pytest.raises(UnsupportedCodeError) as caught:
-        net(_batch(dist.get_rank())).backward()
-    return str(caught.value)
+def _use() -> None:
+    for how, call in USES.items():
+        net = Net()
+        net.at_layer = lambda net, number, call=call: call(net.layers[-1].weight) if number == 1 else None
+        _watch(net)
+        with pytest.raises(UnsupportedCodeError, match="has the batches of this rank alone, in a backward"):
+            net(_batch(dist.get_rank())).backward()
+            raise AssertionError(how)
 
 
 def test_user_code_may_not_use_a_gradient_in_the_backward_before_it_is_averaged() -> None:
-    for case, ranks in run_each({how: (2, _use, how) for how in USES}).items():
-        for message in ranks:
-            assert "which has the batches of this rank alone, in a backward" in message, case
+    run_ranks(2, _use)
 
 
 def _reduce_in(dtype: torch.dtype | None) -> tuple[list[torch.dtype], list[float]]:
@@ -175,50 +151,35 @@ def test_sums_are_in_float32_unless_another_dtype_is_given() -> None:
     assert [dtypes for dtypes, _ in run_ranks(3, _reduce_in, torch.bfloat16)] == [[torch.bfloat16]] * 3
 
 
-def _accumulate() -> tuple[bool, int]:
+def _accumulate_hook_and_fail() -> None:
     rank = dist.get_rank()
-    expected, net = _mean(_make, backwards=3), Net()
-    gradients = _watch(net)
+    make = lambda rank: Net()  # noqa: E731
+    expected, gradients = _mean(make, backwards=3), _watch(net := Net())
     with _counted() as buffers:
         for step in range(3):
             with gradients.no_sync(step < 2):
                 net(_batch(rank, step)).backward()
-    return _alike(net.gradients(), expected), len(buffers)
+    assert _alike(net.gradients(), expected) and len(buffers) == 1
 
-
-def test_gradients_that_accumulate_are_sent_once() -> None:
-    assert run_ranks(2, _accumulate) == [(True, 1)] * 2
-
-
-def _hook() -> bool:
-    """A hook of the user's gets the mean, and what it returns counts."""
-    expected, net, seen = _mean(_make), Net(), list[Tensor]()
-    _watch(net)
-    hooked: Any = net.layers[3].weight
+    expected, seen = _mean(make), list[Tensor]()
+    _watch(net := Net())
+    hooked = net.layers[3].weight
     place = [p is hooked for p in net.parameters()].index(True)
-    hooked.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
-    net(_batch(dist.get_rank())).backward()
-    mean = expected[place]
-    assert mean is not None and torch.equal(seen[0], mean)
-    expected[place] = mean * 2
-    return _alike(net.gradients(), expected)
+    handle = hooked.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+    net(_batch(rank)).backward()
+    assert torch.equal(seen[0], expected[place]), "a hook of the user's gets the mean"
+    doubled = [gradient * 2 if n == place else gradient for n, gradient in enumerate(expected)]
+    assert _alike(net.gradients(), doubled), "and what it returns counts"
 
-
-def test_a_hook_on_a_gradient_gets_the_mean() -> None:
-    assert run_ranks(2, _hook) == [True, True]
-
-
-def _fail() -> bool:
-    net = Net()
-    _watch(net)
+    handle.remove()
     net.at_layer = lambda net, number: 1 / number
     with pytest.raises(ZeroDivisionError):
         net(_batch(0)).backward()
     net.zero_grad()
     net.at_layer = lambda net, number: None
-    net(_batch(dist.get_rank())).backward()
-    return _alike(net.gradients(), _mean(_make))
+    net(_batch(rank)).backward()
+    assert _alike(net.gradients(), expected), "a backward after one that failed"
 
 
-def test_a_backward_after_one_that_failed_is_averaged() -> None:
-    assert run_ranks(2, _fail) == [True, True]
+def test_gradients_that_accumulate_are_sent_once_hooks_get_the_mean_and_a_failure_leaves_nothing_behind() -> None:
+    run_ranks(2, _accumulate_hook_and_fail)
