@@ -11,7 +11,7 @@ from typing import Literal
 import numpy
 
 from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.format.layout import Axis, Box, DimShard, Layout, Part, Shape, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout, Part, Shape, parts_of_rank
 from lightning_shardckpt.format.plan import Piece, byte_runs, plan_load, plan_save
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.storage.protocol import Storage
@@ -31,6 +31,46 @@ def mesh(*sizes: int, cuts: tuple[DimShard, ...] = (), order: tuple[int, ...] | 
     """A row-major mesh."""
     axes = tuple(Axis(f"axis{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
     return Layout(axes, cuts, order)
+
+
+# Name -> layout of matrices, layout of everything else, ranks. Matrices are (out, in).
+TOPOLOGIES: dict[str, tuple[Layout, Layout, int]] = {
+    "single": (REPLICATED, REPLICATED, 1),
+    "ddp3": (REPLICATED, REPLICATED, 3),
+    **{f"fsdp{n}": (mesh(n, cuts=(DimShard(0, 0),)), mesh(n, cuts=(DimShard(0, 0),)), n) for n in (3, 8)},
+    "tp2 columns": (mesh(2, cuts=(DimShard(0, 0),)), REPLICATED, 2),
+    "tp3 rows": (mesh(3, cuts=(DimShard(0, 1),)), REPLICATED, 3),
+    "hsdp2x2": (mesh(2, 2, cuts=(DimShard(1, 0),)), mesh(2, 2, cuts=(DimShard(1, 0),)), 4),
+    "fsdp2xtp2": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0))), mesh(2, 2, cuts=(DimShard(0, 0),)), 4),
+    "fsdp3xtp2 rows": (mesh(3, 2, cuts=(DimShard(0, 0), DimShard(1, 1))), mesh(3, 2, cuts=(DimShard(0, 0),)), 6),
+    "hsdp2x2xtp2": (mesh(2, 2, 2, cuts=(DimShard(2, 0), DimShard(1, 0))), mesh(2, 2, 2, cuts=(DimShard(1, 0),)), 8),
+    "packed tp2": (mesh(2, cuts=(DimShard(0, 0, 3),)), REPLICATED, 2),
+    "permuted": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0)), order=(3, 1, 0, 2)), REPLICATED, 4),
+}
+MATRICES: dict[str, tuple[Shape, str]] = {
+    "embed": ((257, 96), "F32"),  # large enough to be shared by its replicas
+    "qkv": ((9, 7), "BF16"),
+    "short": ((2, 5), "F64"),
+    "conv": ((6, 3, 2), "C128"),
+    "one": ((1, 1), "U8"),
+}
+OTHERS: dict[str, tuple[Shape, str]] = {
+    "bias": ((7,), "F32"),
+    "norm": ((3,), "F16"),
+    "scalar": ((), "I64"),
+    "empty": ((0, 4), "F32"),
+    "long": ((40_000,), "F8_E4M3"),
+}
+
+
+def table(topology: str) -> dict[str, TensorSpec]:
+    matrices, others, world = TOPOLOGIES[topology]
+    found = {}
+    for names, cut in ((MATRICES, matrices), (OTHERS, others)):
+        for key, (shape, dtype) in names.items():
+            fits = all(c.dim < len(shape) for c in cut.cuts)
+            found[key] = TensorSpec(dtype, shape, cut if fits else REPLICATED, ((0, world),), key == "norm")
+    return found
 
 
 def at(box: Box) -> tuple[slice, ...]:

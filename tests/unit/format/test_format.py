@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from math import ceil, floor, prod
@@ -25,8 +24,7 @@ from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
 from tests.support.storages import MemoryStorage
-from tests.support.worlds import PATH, SAVE_ID, mesh
-from tests.unit.format.test_plan import TOPOLOGIES, table
+from tests.support.worlds import PATH, TOPOLOGIES, mesh, table
 
 SPECIFICATION = (Path(__file__).parents[3] / "lightning_shardckpt" / "FORMAT.md").read_text()
 SHARD, INDEX, OTHER_INDEX = (
@@ -157,20 +155,16 @@ TENSOR = "components/model/tensors/weight"
 BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F1", drop(ROOT_NAME), CheckpointNotFoundError, "no checkpoint.index.json"),
     ("F2", flip(ROOT_NAME, 100), CorruptionError, "checkpoint.index.json: the root index is damaged"),
-    ("F2", flip(ROOT_NAME, 3), CorruptionError, "checkpoint.index.json: the root index is damaged"),
     ("F3", with_root("format", "other"), FormatError, "not an index of lightning-shardckpt"),
-    ("F3", with_root("version", 1), FormatError, "format version 1, .* use the lightning-shardckpt that wrote it"),
     ("F3", with_root("version", "1.1"), FormatError, "format version '1.1', .* use the lightning-shardckpt that wrote"),
     ("F3", with_index("version", 1), FormatError, f"{INDEX}: format version 1"),
     ("F4", with_root("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 5afe"),
     ("F4", with_index("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 0000"),
     ("F4", with_header(lambda h: h.replace(b"5afe", b"0000")), CorruptionError, f"{SHARD}: belongs to save 0000"),
     ("F4", with_root("save_id", "5AFE" * 8), FormatError, "is not a save id"),
-    ("F4", with_index("save_id", "5afe" * 8 + "0"), FormatError, f"{INDEX}: .* is not a save id"),
     ("F5", with_root("components/model/indexes/0/0", "../x"), FormatError, "'../x' is not a file name"),
     ("F5", with_index("metadata/bias/file", "/etc/passwd"), FormatError, "'/etc/passwd' is not a file name"),
     ("F7", cut(SHARD), CorruptionError, f"{SHARD}: 353 bytes, expected 354"),
-    ("F7", cut(INDEX), CorruptionError, f"{INDEX}: 591 bytes, expected 592"),
     ("F7", drop(SHARD), CorruptionError, f"{SHARD}: the file is missing"),
     ("F8", flip(INDEX, 200), CorruptionError, f"{INDEX}: damaged, or of another save"),
     ("F9", with_a_duplicate, FormatError, f"{INDEX}: not valid JSON: duplicate key 'rank'"),
@@ -193,12 +187,6 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F10", with_index("metadata/bias/begin", 8), FormatError, f"{SHARD}: 'bias' is .* in the header of the file, .*"),
     ("F10", flip(SHARD, 50), CorruptionError, f"{SHARD}: the header of the shard file is damaged"),
     ("F10", flip(SHARD, 6), CorruptionError, f"{SHARD}: the header claims"),
-    (
-        "F10",
-        with_header(lambda h: h.replace(b"[5]", b"[6]")),
-        FormatError,
-        f"{SHARD}: the header describes a tensor wrongly",
-    ),
     (
         "F10",
         with_header(lambda h: h.replace(b"BF16", b"F16 ").replace(b'"F16 "', b'"F16" ')),
@@ -231,18 +219,14 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F15", with_twins, FormatError, f"'c' and the tensors before it share bytes of {SHARD}"),
     ("F16", with_root(f"{TENSOR}/1", [1] * 65), FormatError, "65 dims, more than 64"),
     ("F16", with_root(f"{TENSOR}/1", [0, 1 << 62]), FormatError, "more than 2\\^63 bytes"),
-    ("F16", with_root(f"{TENSOR}/1", [3.0, 2]), FormatError, "3.0 is not a size"),
     ("F16", with_root("step", "3"), FormatError, "'3' is not a size"),
     ("F17", with_root(f"{LAYOUT}/axes", [["a", 2, 1], ["b", 2, 1]]), FormatError, "not a layout: its axes overlap"),
     ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1], [0, 1, 1]]), FormatError, "not a layout: two cuts along one axis"),
     ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1 << 17]]), FormatError, "not a layout: more than 65536 blocks"),
-    ("F17", with_root(f"{LAYOUT}/axes", [["a", 1, 1]] * 65), FormatError, "not a layout: more than 64 axes"),
     ("F18", with_root(f"{LAYOUT}/holders", [[0, 3]]), FormatError, "in a world of 2"),
-    ("F18", with_root(f"{LAYOUT}/holders", [[1, 2], [0, 1]]), FormatError, "in a world of 2"),
     ("F18", with_root("world_size", 1 << 21), FormatError, "a world of 2097152 ranks"),
     ("F19", with_root(f"{LAYOUT}/cuts", [[0, 2, 1]]), FormatError, r"cuts dim 2 of shape \(3, 2\)"),
     ("F20", with_root(f"{LAYOUT}/holders", [[0, 1]]), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
-    ("F20", with_root(f"{LAYOUT}/axes/0/2", 2), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
     ("F21", without_boxes, FormatError, r"the index of rank 1 has no box \(2, 0\)\.\.\(3, 2\) of 'weight'"),
     (
         "F21",
@@ -251,11 +235,9 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         "rank 1 should have written some of 'model', but has no index",
     ),
     ("F21", with_root(f"{TENSOR}/1", [4, 2]), FormatError, "of 'weight', F32 "),
-    ("F21", with_root(f"{TENSOR}/0", "I32"), FormatError, "of 'weight', I32 "),
     ("F21", with_root(f"{TENSOR}/1", [1 << 40, 2]), FormatError, "the checksums of 'weight'.* do not fit into indexes"),
     ("F21", with_root("components/model/indexes/2", [INDEX, 1, "0" * 16]), FormatError, "the index of rank '2' in a"),
     ("F22", with_root("components/model/aliases", {"tied": "none"}), FormatError, "alias 'tied' of 'none'"),
-    ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
     ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
 ]
 
@@ -299,16 +281,11 @@ def test_f24_an_unknown_tag_is_refused() -> None:
     ("role", "value", "words"),
     [
         ("trainer", [], "the document is not an object"),
-        ("model", {"$": "tuple", "v": []}, "the document is not an object"),
         ("optimizer", {"1": {}}, "the document has keys \\['1'\\], expected 0 to 0"),
         ("optimizer", {"0": {"groups": {}, "values": {}}}, "0 is not an object with groups, numbered, values"),
-        ("frozen", ["w"], "the document is not an object"),
-        ("frozen", {"w": ["F32"]}, "w is not a list of 2 items"),
         ("frozen", {"w": ["F33", [2]]}, "w/0: unknown dtype 'F33'"),
-        ("frozen", {"w": [["F32"], [2]]}, "w/0: unknown dtype"),
         ("frozen", {"w": ["F32", [-2]]}, "w/1: -2 is not a size"),
         ("peft", {"adapters": {}}, "the document is not an object with a list of adapters"),
-        ("peft", {"adapters": [{"name": "a"}]}, "the document is not an object with a list of adapters"),
         ("peft", {"adapters": [{"name": "a/b", "prefix": "", "root": "", "config": ""}]}, "an adapter has a name"),
     ],
 )
@@ -419,14 +396,3 @@ def test_unknown_keys_are_passed_over() -> None:
     with_index("later", {"addition": 1})(files)
     with_root("later", {"addition": 1})(files)
     load(files)
-
-
-def test_a_reader_never_opens_what_an_unfinished_save_left(tmp_path: Path) -> None:
-    left = tmp_path / f".tmp-{SAVE_ID}"
-    left.mkdir()
-    for name, content in saved().items():
-        (left / name).write_bytes(content)
-    with pytest.raises(CheckpointNotFoundError):
-        LocalStorage().open(str(tmp_path / "step-3.ckpt"))
-    os.rename(left, tmp_path / "step-3.ckpt")
-    LocalStorage().open(str(tmp_path / "step-3.ckpt")).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -17,7 +16,6 @@ from lightning_shardckpt.format.index import (
     RootIndex,
     ShardEntry,
     TensorSpec,
-    document_name,
     rank_index_from_json,
     rank_index_name,
     rank_index_to_json,
@@ -25,8 +23,8 @@ from lightning_shardckpt.format.index import (
     root_to_json,
     shard_file_name,
 )
-from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout
-from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum
+from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard
+from lightning_shardckpt.format.value_checks import checksum
 from tests.support.worlds import mesh
 
 FSDP = mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0, 3)))
@@ -72,27 +70,6 @@ def test_a_rank_index_comes_back_as_it_was() -> None:
     assert rank_index_from_json(rank_index_to_json(a_rank_index()), "x") == a_rank_index()
 
 
-def test_the_root_index_holds_each_layout_once() -> None:
-    assert len(json.loads(root_to_json(a_root()))["layouts"]) == 3
-
-
-def test_the_rank_index_has_the_documented_fields() -> None:
-    found = json.loads(rank_index_to_json(a_rank_index()))["metadata"]["a"]
-    more = found.pop("more")
-    assert found == {
-        "offsets": [2, 0],
-        "lengths": [2, 3],
-        "global_shape": [8, 3],
-        "dtype": "F32",
-        "file": "model-dist-00002-shard-00001.safetensors",
-        "rank": 2,
-        "begin": 64,
-        "block": 4096,
-        "checksums": SUM,
-    }
-    assert [m["offsets"] for m in more] == [[6, 0]]
-
-
 def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
     text = root_to_json(a_root())
     line, _, rest = text.partition(b"\n")
@@ -103,11 +80,6 @@ def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
         damaged[at] ^= 1
         with pytest.raises((CorruptionError, FormatError), match="x"):
             root_from_json(bytes(damaged), "x")
-
-
-def test_an_index_that_no_reader_would_accept_is_not_written() -> None:
-    with pytest.raises(FormatError, match=f"limit of {MAX_JSON_BYTES}"):
-        root_to_json(replace(a_root(), software={"torch": "2" * MAX_JSON_BYTES}))
 
 
 # ── what an edited index may say beside what test_format.py breaks: each is refused, with words that tell why ────────
@@ -144,32 +116,26 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("world_size", 0, "world of 0"),
-    ("world_size", 4.0, "4.0 is not a size"),
     ("topology", {"a": -1}, "-1 is not a size"),
     ("layouts/0/axes/0", ["a", 2], "ValueError"),
-    ("layouts/0/holders", [[2, 2]], "holders"),
     ("layouts/2/order", 7, "TypeError"),
     ("components/model/tensors/a/0", ["F32"], "unknown dtype"),
-    ("components/model/tensors/a/1", [8, -3], "-3 is not a size"),
     ("components/model/tensors/a/2", 3, "IndexError"),
-    ("components/model/tensors/a/2", -1, "-1 is not a size"),
     ("components/model/tensors/a", ["F32", [8, 3], 0, "x"], "nothing or a 1"),
-    ("components/model/indexes/0/0", "a/b", "is not a file name"),
     ("components/model/indexes/0/0", "a\u0000b", "is not a file name"),
-    ("components/model/indexes/0/0", "a\n", "is not a file name"),
     ("components/model/indexes/0/2", SUM.upper(), "is not a checksum"),
     ("components/model/indexes", {"one": ["x", 1, SUM]}, "ValueError"),
     ("documents", {"..": [1, SUM]}, "is not a file name"),
+    ("prefix", "../", "prefix"),
+    ("prefix", "0" * 16 + "-", "prefix"),  # of another save
     ("software", DELETED, "software"),
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("files", {"../x": [1, SUM]}, "not a file name"),
     ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
-    ("metadata/a/begin", -8, "-8 is not a size"),
     ("metadata/a/checksums", "", "0 digits of checksums, expected 16 for each of 1 blocks"),
     ("metadata/a/lengths", [1 << 62, 1 << 62], "lies outside"),
     ("metadata/a/more", 5, "TypeError"),
-    ("metadata/a/more/0/offsets", [7, 0], "lies outside"),
 ]
 
 
@@ -184,19 +150,3 @@ def test_an_edited_rank_index_is_refused(path: str, new: Any, words: str) -> Non
     text = json.dumps(edited(json.loads(rank_index_to_json(a_rank_index())), path, new)).encode()
     with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
         rank_index_from_json(text, "file x")
-
-
-def test_the_root_index_of_4096_ranks_grows_with_tensors_and_ranks_alone() -> None:
-    def root(tensors: int, world: int) -> RootIndex:
-        layout = Layout((Axis("shard", world, 1),), (DimShard(0, 0),))
-        table = {f"layers.{i}.weight": TensorSpec("F32", (world, 8), layout, ((0, world),)) for i in range(tensors)}
-        indexes = {r: FileInfo(rank_index_name("model", r), 100 + r, f"{r:016x}") for r in range(world)}
-        documents = [FileInfo(document_name("trainer-state", r), r, f"{r:016x}") for r in range(world)]
-        return RootIndex("5afe" * 8, world, {"model": Component(table, {}, indexes)}, {d.name: d for d in documents})
-
-    sizes = {(n, world): len(root_to_json(root(n, world))) for n in (100, 1000) for world in (512, 4096)}
-    per_rank = sizes[100, 4096] - sizes[100, 512]
-    assert abs(sizes[1000, 4096] - sizes[1000, 512] - per_rank) < 4 * 1000, "a digit more in each shape, no boxes"
-    assert per_rank / (4096 - 512) < 150
-    large = root(1000, 4096)
-    assert root_from_json(root_to_json(large), "x") == large

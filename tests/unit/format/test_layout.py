@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
+import numpy
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from lightning_shardckpt.format.layout import (
     Layout,
     Shape,
     as_holders,
+    find_cover_error,
     find_unheld_shards,
     join_holders,
     parts_of_rank,
@@ -119,12 +121,6 @@ def test_the_shards_that_meet_a_box_are_found_without_trying_all(name: str) -> N
                 assert set(found) == {s for s in product(*map(range, layout.shards)) if meets(s)}
 
 
-def test_a_box_is_found_among_many_shards_at_once() -> None:
-    layout = mesh(256, 256, cuts=[DimShard(1, 0), DimShard(0, 0)])
-    found = list(shards_meeting(layout, (1 << 40, 8), Box((5 << 24, 0), ((5 << 24) + 1, 8))))
-    assert found == [(0, 5)]
-
-
 HOLDERS: dict[str, Callable[[int], Holders]] = {
     "all": everything,
     "a range": lambda n: ((n, 2 * n),),
@@ -184,3 +180,56 @@ def test_joined_ranges_have_the_ranks_of_all_and_are_the_fewest() -> None:
         starts = [choose.randint(0, 20) for _ in range(choose.randint(0, 5))]
         ranges = [(start, start + choose.randint(1, 6)) for start in starts]
         assert join_holders(ranges) == as_holders(sorted({rank for a, b in ranges for rank in range(a, b)}))
+
+
+# ── the geometry of boxes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BOX_SHAPES: list[Shape] = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (2, 3, 2), (2, 1, 3), (2, 0, 3)]
+
+
+def boxes(shape: Shape) -> Iterator[Box]:
+    """Every box of a tensor of this shape, empty ones too."""
+    ranges = [[(a, b) for a in range(n + 1) for b in range(a, n + 1)] for n in shape]
+    for choice in product(*ranges):
+        yield Box(tuple(a for a, _ in choice), tuple(b for _, b in choice))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def elements(shape: Shape, box: Box) -> list[int]:
+    """The row-major indices of a box's elements, by numpy."""
+    return numpy.arange(prod(shape)).reshape(shape)[slices(box)].ravel().tolist()
+
+
+@pytest.mark.parametrize("shape", [s for s in BOX_SHAPES if len(s) < 3], ids=str)
+def test_the_intersection_holds_what_both_hold(shape: Shape) -> None:
+    for a, b in product(boxes(shape), repeat=2):
+        both = a.intersect(b)
+        assert elements(shape, both) if both else True
+        assert set(elements(shape, both) if both else ()) == set(elements(shape, a)) & set(elements(shape, b))
+
+
+@pytest.mark.parametrize(("start", "stop"), [((3,), (2,)), ((0, 0), (1,))])
+def test_a_box_that_ends_before_it_starts_is_refused(start: Shape, stop: Shape) -> None:
+    with pytest.raises(FormatError, match="not a box"):
+        Box(start, stop)
+
+
+def oracle(shape: Shape, found: list[Box]) -> str | None:
+    counts = numpy.zeros(shape, int)
+    for box in found:
+        counts[slices(box)] += 1
+    return "overlap" if counts.max(initial=0) > 1 else "are covered" if counts.min(initial=1) < 1 else None
+
+
+@pytest.mark.parametrize("shape", BOX_SHAPES, ids=str)
+def test_uncovered_finds_every_gap_and_overlap(shape: Shape) -> None:
+    choose, every = random.Random(0), list(boxes(shape))
+    for _ in range(300):
+        found = [choose.choice(every) for _ in range(choose.randint(0, 4))]
+        said, expected = find_cover_error(shape, found), oracle(shape, found)
+        assert (said is None) == (expected is None)
+        assert expected is None or expected in str(said)

@@ -17,7 +17,6 @@ from lightning_shardckpt.format.index import Component as IndexComponent
 from lightning_shardckpt.format.index import RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, Shape, find_cover_error, parts_of_rank
 from lightning_shardckpt.format.plan import (
-    SPLIT_BYTES,
     Piece,
     Tensors,
     check_cover,
@@ -31,46 +30,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
 from tests.support.storages import MemoryStorage
-from tests.support.worlds import mesh
-
-# Name -> layout of matrices, layout of everything else, ranks. Matrices are (out, in).
-TOPOLOGIES: dict[str, tuple[Layout, Layout, int]] = {
-    "single": (REPLICATED, REPLICATED, 1),
-    "ddp3": (REPLICATED, REPLICATED, 3),
-    **{f"fsdp{n}": (mesh(n, cuts=(DimShard(0, 0),)), mesh(n, cuts=(DimShard(0, 0),)), n) for n in (3, 8)},
-    "tp2 columns": (mesh(2, cuts=(DimShard(0, 0),)), REPLICATED, 2),
-    "tp3 rows": (mesh(3, cuts=(DimShard(0, 1),)), REPLICATED, 3),
-    "hsdp2x2": (mesh(2, 2, cuts=(DimShard(1, 0),)), mesh(2, 2, cuts=(DimShard(1, 0),)), 4),
-    "fsdp2xtp2": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0))), mesh(2, 2, cuts=(DimShard(0, 0),)), 4),
-    "fsdp3xtp2 rows": (mesh(3, 2, cuts=(DimShard(0, 0), DimShard(1, 1))), mesh(3, 2, cuts=(DimShard(0, 0),)), 6),
-    "hsdp2x2xtp2": (mesh(2, 2, 2, cuts=(DimShard(2, 0), DimShard(1, 0))), mesh(2, 2, 2, cuts=(DimShard(1, 0),)), 8),
-    "packed tp2": (mesh(2, cuts=(DimShard(0, 0, 3),)), REPLICATED, 2),
-    "permuted": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0)), order=(3, 1, 0, 2)), REPLICATED, 4),
-}
-MATRICES: dict[str, tuple[Shape, str]] = {
-    "embed": ((257, 96), "F32"),  # large enough to be shared by its replicas
-    "qkv": ((9, 7), "BF16"),
-    "short": ((2, 5), "F64"),
-    "conv": ((6, 3, 2), "C128"),
-    "one": ((1, 1), "U8"),
-}
-OTHERS: dict[str, tuple[Shape, str]] = {
-    "bias": ((7,), "F32"),
-    "norm": ((3,), "F16"),
-    "scalar": ((), "I64"),
-    "empty": ((0, 4), "F32"),
-    "long": ((40_000,), "F8_E4M3"),
-}
-
-
-def table(topology: str) -> dict[str, TensorSpec]:
-    matrices, others, world = TOPOLOGIES[topology]
-    found = {}
-    for names, cut in ((MATRICES, matrices), (OTHERS, others)):
-        for key, (shape, dtype) in names.items():
-            fits = all(c.dim < len(shape) for c in cut.cuts)
-            found[key] = TensorSpec(dtype, shape, cut if fits else REPLICATED, ((0, world),), key == "norm")
-    return found
+from tests.support.worlds import TOPOLOGIES, mesh, table
 
 
 @pytest.fixture(scope="module")
@@ -111,20 +71,6 @@ def test_a_reader_finds_the_very_boxes_that_the_writers_wrote(topology: str) -> 
         everything = (Part(worlds.Box.whole(spec.shape), (0,) * len(spec.shape)),)
         found = [(o.stored, o.writer) for o in plan_load(spec, chosen[key], everything)]
         assert sorted(found) == sorted(wrote if prod(spec.shape) else [])
-
-
-def test_a_pinned_tensor_is_written_by_its_lowest_holder() -> None:
-    layout = mesh(2, 2, cuts=(DimShard(1, 0),))
-    tensors = {str(i): TensorSpec("F32", (1 << 20,), layout, ((4, 8),), True) for i in range(5)}
-    writers = {p.writer for rank in range(8) for p in plan_save(tensors, rank)}
-    assert writers == {4, 5}
-
-
-def test_holders_that_do_not_start_at_rank_0_write_their_own() -> None:
-    stage = mesh(4, cuts=(DimShard(0, 0),))
-    tensors = {"w": TensorSpec("F32", (8, 2), stage, ((4, 8),)), "e": TensorSpec("F32", (0,), stage, ((4, 8),))}
-    wrote = {(p.key, p.writer): p.part.box.start for rank in range(12) for p in plan_save(tensors, rank)}
-    assert wrote == {("w", 4): (0, 0), ("w", 5): (2, 0), ("w", 6): (4, 0), ("w", 7): (6, 0), ("e", 4): (0,)}
 
 
 def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> None:
@@ -173,13 +119,6 @@ def test_replicas_share_the_writing_evenly(model: str) -> None:
     for layout, world in ((REPLICATED, 3), (REPLICATED, 8), (mesh(2, 2, cuts=(DimShard(1, 0),)), 4)):
         sizes = bytes_per_rank(MODELS[model], layout, world)
         assert max(sizes) <= 1.2 * sum(sizes) / world
-
-
-def test_a_tensor_is_shared_from_the_documented_size_on() -> None:
-    def shared(elements: int) -> bool:
-        return choose_replicas({"t": TensorSpec("U8", (elements,), REPLICATED, ((0, 4),))})["t"] is None
-
-    assert (shared(4 * SPLIT_BYTES - 1), shared(4 * SPLIT_BYTES)) == (False, True)
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────

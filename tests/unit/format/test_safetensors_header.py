@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import safetensors
 import safetensors.torch
 import torch
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.safetensors_header import (
-    MAX_HEADER_BYTES,
     HeaderEntry,
     parse_header,
     plan_header,
@@ -71,31 +69,6 @@ def test_a_0_dim_tensor_and_any_text_as_a_name_pass() -> None:
     assert json.loads(header["__metadata__"]["DCP_SHARDING_INFO"]).keys() == tensors.keys()
 
 
-def test_data_begin_at_a_multiple_of_8_and_follow_without_gaps() -> None:
-    for length in range(1, 20):
-        entries = [("k" * length, "F32", (3,), (0,)), ("z", "U8", (5,), (0,))]
-        header, (first, second) = written(entries)
-        assert (first % 8, first, second) == (0, len(header), first + 12)
-
-
-def test_the_metadata_are_strings_as_safetensors_demands(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(file_of({"a": torch.zeros(2)}))
-    with safetensors.safe_open(tmp_path / "f", "pt") as file:
-        metadata = file.metadata()
-    assert metadata == {
-        "format": "pt",
-        "DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0]}}',
-        "DCP_VERSION": "1.0",
-        "save_id": SAVE_ID,
-    }
-
-
-def test_a_header_that_no_reader_would_accept_is_not_written() -> None:
-    half = MAX_HEADER_BYTES // 2
-    with pytest.raises(FormatError, match="smaller size_per_shard"):
-        plan_header([("k" * half, "F32", (1,), (0,)), ("j" * half, "F32", (1,), (0,))])
-
-
 METADATA = '"__metadata__":{"save_id":"x"}'
 
 
@@ -103,14 +76,10 @@ METADATA = '"__metadata__":{"save_id":"x"}'
     "text",
     [
         "",
-        '{"__metadata__":[]}',
-        "{" + METADATA + ',"a":1}',
         "{" + METADATA + ',"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}',
-        "{" + METADATA + ',"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
         "{" + METADATA + ',"a":{"dtype":"F32","shape":[1],"data_offsets":[0,5]}}',
         "{" + METADATA + ',"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}',
         '{"a":' * 20_000,
-        "{" + METADATA + ',"a":' + "9" * 10_000 + "}",
     ],
     ids=lambda text: text[:60],
 )

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shardckpt import load, load_keys, save, save_async, wait
+from lightning_shardckpt import load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.system.threads import WRITERS
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import ROOT
@@ -146,27 +145,3 @@ def test_a_save_after_an_asynchronous_one_to_the_same_path_waits_for_it(
         save_after(tmp_path / "a", {"m": model(), "step": step}, overwrite=True)
         wait()
         assert step_at(tmp_path / "a") == step
-
-
-def test_who_reads_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsync = os.fsync
-
-    def late(file: int) -> None:
-        time.sleep(0.05)
-        fsync(file)
-
-    save(tmp_path / "a", {"w": torch.zeros(600)})
-    monkeypatch.setattr(os, "fsync", late)
-    save_async(tmp_path / "a", {"w": torch.ones(600)}, overwrite=True)
-    ((_, found),) = load_keys(tmp_path / "a", ["trainer/w"])
-    assert found.unique().tolist() == [1]
-    save_async(tmp_path / "b", {"w": torch.full((600,), 2.0)})
-    assert torch.load(consolidate(tmp_path / "b"))["w"].unique().tolist() == [2]
-    wait()
-
-
-def test_what_is_being_written_cannot_be_cancelled(tmp_path: Path) -> None:
-    done = save_async(tmp_path / "a", {"step": torch.tensor(3)})
-    assert not done.cancel()
-    done.result(timeout=60)
-    assert load(tmp_path / "a")["step"] == 3

@@ -23,14 +23,6 @@ def on_an_accelerator(tensor: Tensor) -> Tensor:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128, torch.int32, torch.uint8]
 DTYPES += [torch.bool, torch.float8_e4m3fn]
 SIZES = [0, 1, 3, 1_000, 100_003]
-CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "filled": lambda x: x.fill_(1),
-    "negated": lambda x: x.neg_(),
-    "scaled": lambda x: x.mul_(2),
-    "clamped": lambda x: x.clamp_(-1, 1),
-    "rolled": lambda x: x.copy_(x.roll(1)),
-    "one bit more": lambda x: x[77_777:77_778].copy_(torch.nextafter(x[77_777], torch.tensor(9e9, dtype=x.dtype))),
-}
 
 
 def drawn(size: int, dtype: torch.dtype, begin: int = 0) -> Tensor:
@@ -52,19 +44,6 @@ def test_one_byte_that_changes_anywhere_changes_the_digest(dtype: torch.dtype, d
                 memory[at] ^= 1
                 assert int(digest(tensor)) != before[0]
                 memory[at] ^= 1
-
-
-@pytest.mark.parametrize("digest", [bit_digest, on_an_accelerator])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("drawn_from", [torch.zeros, torch.randn])
-def test_a_change_of_all_elements_shows(
-    change: str, dtype: torch.dtype, drawn_from: Callable[..., Tensor], digest: Digest
-) -> None:
-    x = drawn_from(1 << 17, dtype=dtype)
-    before, old = digest(x), x.clone()
-    CHANGES[change](x)
-    assert torch.equal(before, digest(x)) == torch.equal(x.view(torch.uint8), old.view(torch.uint8))
 
 
 @pytest.mark.parametrize("digest", [bit_digest, on_an_accelerator])
@@ -102,15 +81,6 @@ def test_a_tensor_in_any_memory_is_marked_by_its_values(memory_of: Callable[[], 
     assert fingerprint([x]) == fingerprint([x.clone()]) != fingerprint([x + 1])
 
 
-@pytest.mark.parametrize("size", [64, 1 << 17])
-def test_another_order_is_another_batch(size: int) -> None:
-    x = drawn(size, torch.float32)
-    for y in (x.roll(2), x.flip(0), torch.cat([x[2:4], x[:2], x[4:]]), x.view(2, -1)):
-        assert fingerprint([x]) != fingerprint([y])
-    assert fingerprint([x, x + 1]) != fingerprint([x + 1, x])
-    assert fingerprint([x]) == fingerprint([x.clone()])
-
-
 def kinds_of(x: torch.Tensor) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that some of this may change
@@ -124,16 +94,3 @@ def test_sparse_and_nested_tensors_are_compared_by_what_they_hold(kind: int) -> 
     same, other, elsewhere = (kinds_of(y)[kind] for y in (x.clone(), x * 2, x.flip(1)))
     assert fingerprint([kinds_of(x)[kind]]) == fingerprint([same])
     assert len({fingerprint([y]) for y in (same, other, elsewhere)}) == 3
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bytes_of_one_element_do_not_depend_on_its_strides(dtype: torch.dtype) -> None:
-    three, size = drawn(3, dtype), dtype.itemsize
-    expected = three.view(torch.uint8)[size : 2 * size].tolist()
-    for one in (three[1::3], three.as_strided((1, 1, 1), (7, 0, 9), 1), three[1]):
-        assert one.is_contiguous()
-        assert byte_view(one).tolist() == expected
-        assert bit_digest(one).equal(bit_digest(three[1:2]))
-    assert byte_view(three[:0]).tolist() == []
-    byte_view(three[1::3]).fill_(1)  # writable, in place
-    assert byte_view(three[1:2]).tolist() == [1] * dtype.itemsize

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from lightning_shardckpt.system.threads import NoThreadError, Worker, run_tasks
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.state.tensor_bytes import HostMemory
+from lightning_shardckpt.system.threads import Worker, run_tasks
+from tests.support.pool import run_ranks
 
 _START = threading.Thread.start
 
@@ -69,21 +78,6 @@ def test_the_first_error_is_raised_when_all_have_ended_and_drops_other_tasks(err
     assert len(done) < 900 and not others()
 
 
-def test_an_error_of_the_tasks_or_of_opening_a_worker_is_one_of_all() -> None:
-    def tasks() -> Iterator[int]:
-        yield 1
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        run_tasks(tasks(), lambda: nullcontext(lambda task: None), threads=3, name="test-worker")
-
-    def unopened() -> nullcontext[Callable[[int], object]]:
-        raise OSError("not opened")
-
-    with pytest.raises(OSError, match="not opened"):
-        run_tasks([1], unopened, threads=3, name="test-worker")
-
-
 @pytest.mark.parametrize("tasks", [2, 99])  # the main thread waits for the other one to end, or with its next task
 @pytest.mark.parametrize("interrupts", [1, 3])
 def test_interrupts_are_raised_when_no_thread_is_at_work(interrupts: int, tasks: int) -> None:
@@ -104,11 +98,94 @@ def test_interrupts_are_raised_when_no_thread_is_at_work(interrupts: int, tasks:
     assert len(ended) == 1 and not others()
 
 
-def test_a_worker_without_a_thread_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_threads(monkeypatch)
-    done = list[int]()
-    worker = Worker(lambda: done.append(1), name="test-worker")
-    with pytest.raises(NoThreadError):
+# ── an interrupt at any point leaves the others able to go on ─────────────────────────────────────────────────────────
+
+
+_PATIENCE_S = 1.0
+_CHECKS = {"RESUME", "CALL", "JUMP_BACKWARD"}  # after these Python (3.11) lets signal handlers run
+
+
+def is_interrupted(done: Background, number: int) -> bool:
+    """Wait, and be interrupted at the point of this number; whether there were as many."""
+    was: dict[FrameType, str] = {}
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal number
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            number -= was.get(frame) in _CHECKS
+            was[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if number < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        done.drain()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def is_usable(done: Background) -> bool:
+    thread = threading.Thread(target=done.drain)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return not thread.is_alive()
+
+
+def test_an_interrupted_wait_for_saves_keeps_no_lock() -> None:
+    found, number = list[bool](), 0
+    while is_interrupted(done := Background(Ranks.alone()), number):
+        found.append(is_usable(done))
+        number += 1
+    assert found and all(found)
+
+
+def interrupted_start(thread: threading.Thread) -> None:
+    """The start of a thread that a user interrupts."""
+    os.kill(os.getpid(), signal.SIGINT)
+    _START(thread)
+
+
+def test_an_interrupt_comes_when_the_thread_has_been_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, handler = threading.Event(), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    worker = Worker(go.wait, name="test-worker")
+    with pytest.raises(KeyboardInterrupt):
         worker.start()
-    worker.end(lambda error: pytest.fail(str(error)))  # at once
-    assert not done and not worker.has_ended(0)
+    assert worker.is_running() and signal.getsignal(signal.SIGINT) is handler
+    go.set()
+    assert worker.has_ended(_PATIENCE_S)
+
+
+def saved_by_a_handler(order: list[str]) -> list[str]:
+    """A signal comes while a save is being queued, and its handler saves, too, as SLURM's of Lightning does."""
+    writer = Background(Ranks.alone())
+
+    def save(path: str) -> Future[list[str]]:
+        return writer.save(path, lambda ranks: [path], HostMemory())
+
+    saves = list[Future[list[str]]]()
+    signal.signal(signal.SIGUSR1, lambda number, frame: saves.append(save(order[1])))
+
+    really_start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if not saves:
+            signal.raise_signal(signal.SIGUSR1)
+        really_start(thread)
+
+    threading.Thread.start = interrupted  # type: ignore[method-assign]
+    saves.append(save(order[0]))
+    writer.drain()
+    assert all(one.done() for one in saves)
+    return writer.notes()
+
+
+def test_a_signal_handler_may_save_while_a_save_is_queued() -> None:
+    assert run_ranks(1, saved_by_a_handler, ["first", "second"], timeout_s=20) == [["first", "second"]]

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
-import warnings
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.digest import NamedDigest, component_digest, digest, values_digest, whole_digest
 from tests.support import worlds
@@ -68,12 +64,9 @@ PACKED = DimShard(0, 0, 3)  # query, key and value in one
 FSDP = {n: mesh(n, cuts=(rows(),)) for n in (2, 5)}
 TOPOLOGIES: dict[str, tuple[int, Callable[[str, int], Place]]] = {
     "single": (1, everywhere(1, REPLICATED)),
-    "replicas 8": (8, everywhere(8, REPLICATED)),
     **{f"FSDP {n}": (n, everywhere(n, FSDP[n], FSDP[n])) for n in FSDP},  # uneven: 257, 9, 3 and 2 rows
-    "TP 3 rows": (3, everywhere(3, mesh(3, cuts=(columns(),)))),
     "TP 3 packed": (3, everywhere(3, mesh(3, cuts=(PACKED,)))),
     "FSDP 2 x TP 2 strided": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows())), mesh(2, 2, cuts=(rows(),)))),
-    "HSDP 2 x 2 x TP 2": (8, everywhere(8, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
     "ranks in another order": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows()), order=(3, 1, 0, 2)))),
     "PP 3 x TP 2 rows": (6, stages(3, 2, mesh(3, 2, cuts=(columns(1),)))),
     "PP 2 x FSDP 2 x TP 2": (8, stages(2, 4, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
@@ -89,14 +82,6 @@ def table(place: Callable[[str, int], Place]) -> dict[str, TensorSpec]:
 
 
 WHOLE = {key: worlds.whole(key, spec).tobytes() for key, spec in table(everywhere(1, REPLICATED)).items()}
-
-
-def live() -> dict[str, torch.Tensor]:
-    """The state as tensors of one process."""
-    return {
-        key: torch.frombuffer(bytearray(WHOLE[key]), dtype=TORCH_DTYPES[dtype]).reshape(shape)
-        for key, (dtype, shape) in STATE.items()
-    }
 
 
 def expected() -> tuple[dict[str, str], str]:
@@ -120,18 +105,11 @@ def test_it_has_this_digest_on_every_topology_and_in_what_is_exported_from_it(to
     storage = LocalStorage(sync_files=False)
     worlds.save(storage, {"model": table(place)}, world, path=str(path), documents=documents)
     assert found(path) == expected()
-    assert found(path, names="huggingface") == expected()
-    assert found(Path(consolidate(path, tmp_path / "a.pt"))) == expected()
-    assert found(Path(consolidate(path, tmp_path / "a.safetensors", format="safetensors"))) == expected()
-    assert found(Path(consolidate(path, tmp_path / "hf", format="huggingface"))) == expected()
-
-
-def test_other_programs_files_of_it_have_this_digest(tmp_path: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # of one process
-        dcp.save({"model": live()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    lightnings = {"state_dict": live(), "epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.0"}
-    torch.save(lightnings, tmp_path / "lightning.ckpt")
-    assert found(tmp_path / "dcp") == found(tmp_path / "lightning.ckpt") == expected()
+    if topology == "PP 2 x FSDP 2 x TP 2":
+        assert found(path, names="huggingface") == expected()
+        assert found(Path(consolidate(path, tmp_path / "a.pt"))) == expected()
+        assert found(Path(consolidate(path, tmp_path / "a.safetensors", format="safetensors"))) == expected()
+        assert found(Path(consolidate(path, tmp_path / "hf", format="huggingface"))) == expected()
 
 
 def test_one_other_bit_gives_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 from lightning_shardckpt import FSDP, Pipeline, fabric, pytorch
 from lightning_shardckpt.errors import TopologyError
+from tests.support.pool import ROOT
 
 BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
@@ -47,7 +51,6 @@ def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dic
     ("value", "options", "message"),
     [
         (Pipeline, {"microbatches": 0}, r"Pipeline\(microbatches=…\) must be at least 1, found 0"),
-        (Pipeline, {"stages_per_rank": 0}, r"Pipeline\(stages_per_rank=…\) must be at least 1, found 0"),
         (Pipeline, {"loss": "sample"}, r"Pipeline\(loss=…\) must be one of .*found 'sample'"),
         (FSDP, {"reshard_after_forward": "no"}, r"FSDP\(reshard_after_forward=…\) is True or False, found 'no'"),
         (FSDP, {"reduce_dtype": "float16"}, r"FSDP\(reduce_dtype=…\) is .*found 'float16'"),
@@ -71,3 +74,32 @@ def test_values_that_cannot_be_are_refused_at_once(value: type, options: dict[st
         value(**options)
 
 
+# ── ``strategy="sharded"`` is known to both registries, whichever package is imported first ───────────────────────────
+
+
+REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_shardckpt.pytorch"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_shardckpt.fabric"),
+}
+DOORS = "lightning_shardckpt.pytorch, lightning_shardckpt.fabric"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "lightning_shardckpt, lightning",  # as import sorters put `from lightning_shardckpt import …`
+        pytest.param("lightning.fabric, lightning_shardckpt, lightning.pytorch", marks=pytest.mark.sweep),
+        pytest.param(DOORS, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_name_makes_the_strategy_of_each(imports: str) -> None:
+    checks = "; ".join(
+        f"from {module} import {registry} as r; s = r.get('sharded'); "
+        f"assert type(s).__module__ == {home!r}, s"
+        for module, (registry, home) in REGISTRIES.items()
+    )
+    trainer = "import lightning.pytorch as pl; t = pl.Trainer(strategy='sharded', accelerator='cpu', logger=False)"
+    script = f"import {imports}, sys; {checks}; {trainer}; assert 'shardckpt' not in repr(sys.meta_path)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

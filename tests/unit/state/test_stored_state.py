@@ -1,0 +1,190 @@
+"""What a checkpoint keeps of what a model knows about Hugging Face. Oracle: what save_pretrained writes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shardckpt.checkpoint.save_agreement import specs_of
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.state.data_position import GlobalBatches
+from lightning_shardckpt.state.documents import StoredOptimizer, parse_document
+from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
+from lightning_shardckpt.storage.local_storage import LocalStorage
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.verify import verify
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support.hub import LLAMA, Wrapped, llama
+
+
+def saved(module: nn.Module, path: Path) -> dict[str, Any]:
+    io = ShardCkptIO()
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 0, "epoch": 0}, path)
+    return document(path)
+
+
+def document(path: Path) -> dict[str, Any]:
+    with Checkpoint(LocalStorage(), str(path)) as checkpoint:
+        return parse_document("huggingface", checkpoint.document("huggingface.json"), "it")
+
+
+def test_a_checkpoint_has_the_files_that_save_pretrained_writes(tmp_path: Path) -> None:
+    module = Wrapped(llama(tie_word_embeddings=True).bfloat16())
+    found = saved(module, tmp_path / "a.ckpt")
+    (model,) = found["models"]
+    module.model.save_pretrained(tmp_path / "judge")
+    expected = {name: json.loads((tmp_path / "judge" / name).read_text()) for name in model["files"]}
+    assert expected.keys() == {"config.json", "generation_config.json"}
+    assert {name: json.loads(text) for name, text in model["files"].items()} == expected
+    assert (model["prefix"], model["class"], model["ties"]) == ("model.", "LlamaForCausalLM", ["lm_head.weight"])
+    assert verify(tmp_path / "a.ckpt").findings == ()
+    assert "huggingface.json" in [file["name"] for file in inspect(tmp_path / "a.ckpt")["files"]]
+
+
+def test_a_module_without_transformers_writes_no_such_document(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        saved(Wrapped(nn.Linear(2, 2)), tmp_path / "a.ckpt")
+
+
+def test_a_config_that_raises_does_not_fail_a_save(tmp_path: Path) -> None:
+    module = Wrapped(llama())
+    module.model.config.to_json_string = lambda: 1 / 0
+    with pytest.warns(UserWarning, match="names of the model: ZeroDivisionError"), pytest.raises(KeyError):
+        saved(module, tmp_path / "a.ckpt")
+    assert verify(tmp_path / "a.ckpt").findings == ()
+
+
+def test_the_experts_of_a_layer_have_the_names_and_the_boxes_that_transformers_gives_them(tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found, notes = HuggingFace().document(model)
+    assert found is not None and notes == ()
+    names, expected, made = found["models"][0]["names"], {}, {}
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        for to, start, stop, shape in names.get(name) or [[name, [0] * tensor.ndim, tensor.shape, tensor.shape]]:
+            made[to] = tensor[tuple(map(slice, start, stop))].reshape(shape)
+    assert len(names) == 3 * LLAMA["num_hidden_layers"] and made.keys() == expected.keys()
+    assert [k for k, t in expected.items() if not torch.equal(t, made[k])] == []
+
+
+def good() -> dict[str, Any]:
+    model = {"prefix": "", "class": "A", "adapter": None, "ties": [], "ignored": [], "names": {}}
+    return {"models": [{**model, "files": {"config.json": "{}"}}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(models={}), "not a list"),
+        (lambda d: d["models"][0].update(prefix=1), "not text"),
+        (lambda d: d["models"][0].update(names={"a": [["b", [2], [1], [1]]]}), "not a box"),
+    ],
+)
+def test_a_hostile_document_is_refused(change: Any, words: str) -> None:
+    value = good()
+    parse_document("huggingface", json.dumps(value).encode(), "x")
+    change(value)
+    with pytest.raises(FormatError, match=words):
+        parse_document("huggingface", json.dumps(value).encode(), "x")
+
+
+# ── optimizer state by number on pipeline stages, which have a part of each param group ───────────────────────────────
+
+
+WHOLE = ("a", "b", "c", "d", "e")
+GROUPS = [["a", "c", "d"], ["b", "e"]]
+
+
+def trained(groups: Sequence[Sequence[str]]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    """An optimizer over parameters of these names; the state of one is its place in WHOLE."""
+    named = {name: torch.nn.Parameter(torch.zeros(2)) for group in groups for name in group}
+    optimizer = torch.optim.SGD([{"params": [named[name] for name in group]} for group in groups], lr=1.0, momentum=0.5)
+    for name, parameter in named.items():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), float(WHOLE.index(name)))
+    return optimizer, {id(parameter): name for name, parameter in named.items()}
+
+
+def stored_optimizer() -> StoredOptimizer:
+    leaves, document = optimizer_leaves([trained(GROUPS)[0].state_dict()])
+    return StoredOptimizer(0, document["0"], Component(specs_of("optimizer", leaves, ((0, 1),))), decode_small)
+
+
+def test_stages_find_their_numbers_together() -> None:
+    stages = [["a", "c"], ["b"]], [["d"], ["e"]]
+    joined = join_groups([[part] for part in stages], WHOLE)
+    assert joined == [GROUPS]
+    numbers = [name for group in GROUPS for name in group]
+    for part in stages:
+        stored, (optimizer, names) = stored_optimizer(), trained(part)
+        assert stored.name(joined[0]) is None
+        load = OptimizerLoad(0, optimizer, stored, names, lambda name: [name])
+        differences = [*load.compare(frozenset(WHOLE) - {*names.values()}, lambda keys, like: False)]
+        live, new = load.tensors(lambda tensor: True)
+        assert {key for key, _ in live + new} == {f"0/#{numbers.index(n)}/momentum_buffer" for n in names.values()}
+        assert load.sources() == {"0/0": [0], "0/1": [1]} and differences == []
+
+
+def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
+    for parts, sizes in (
+        (([["a"], ["b"]], [["d"], ["e"]]), "[2, 2]"),
+        (([["c", "a"], ["b"]], [["d"], ["e"]]), "[0, 2] in the order of its parameters"),
+    ):
+        stored = stored_optimizer()
+        problem = stored.name(join_groups([[part] for part in parts], WHOLE)[0])
+        assert problem is not None and f"param groups of [3, 2] parameters; the model has {sizes}" in problem
+        assert stored.numbered
+
+
+# ── an order is dealt to ranks step by step, whatever their number ────────────────────────────────────────────────────
+
+
+CASES = [
+    GlobalBatches(*case) for case in itertools.product((1, 2, 3, 5), (1, 2, 3, 4), (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize("division", CASES, ids=str)
+def test_every_sample_comes_once_in_order(division: GlobalBatches) -> None:
+    size = division.ranks * division.batch_size
+    for count in range(1, 45):
+        order = list(range(100, 100 + count))
+        ranks = [list(division.deal(order, rank)) for rank in range(division.ranks)]
+        steps = list(zip(*ranks, strict=True))  # the same number on every rank
+        assert len(steps) == division.steps(count)
+        read = [part[i] for parts in steps for i in range(division.batch_size) for part in parts if i < len(part)]
+        repeated = division.repeats(count)
+        once = read[: len(read) - repeated]
+        assert once == order[: len(once)] and set(read) == set(once)
+        lengths = [[len(part) for part in parts] for parts in steps]
+        assert all(1 <= length <= division.batch_size for step in lengths for length in step)
+        assert all(max(step) - min(step) <= (number == len(steps) - 1) for number, step in enumerate(lengths))
+        left_out = count - len(once)
+        if division.drop_last:
+            assert left_out == count % size
+        elif division.drop_uneven:
+            assert left_out == count % division.ranks
+        else:
+            assert left_out == 0
+        enough = count >= division.ranks and (division.batch_size > 1 or count % division.ranks == 0)
+        assert not repeated or not (enough or division.drop_last or division.drop_uneven)
+        used = [division.used(count, number) for number in range(len(steps) + 1)]
+        sizes = [len({*itertools.chain(*parts)}) for parts in steps]
+        assert used == [0, *itertools.accumulate(sizes)]

@@ -1,0 +1,142 @@
+"""The pool that every multi-rank test stands on: clean processes, honest reports, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support import pool, warm_python
+from tests.support.pool import ROOT, RankFailure, run_ranks
+
+
+def rank_1_raises() -> None:
+    import torch.distributed as dist
+
+    print("before the barrier")
+    if dist.get_rank() == 1:
+        raise ValueError("the real reason")
+    dist.barrier()
+
+
+def test_the_rank_that_failed_first_is_reported_first_with_its_traceback_and_output() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, rank_1_raises)
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "rank_1_raises: ranks 0, 1, 2 of 3 failed"
+    assert lines[1].startswith("[rank 1] Traceback")
+    assert '[rank 1]     raise ValueError("the real reason")' in lines
+    assert "[rank 1] before the barrier" in lines
+    assert isinstance(failure.value, AssertionError)
+
+
+def rank_0_hangs() -> None:
+    if os.environ["RANK"] == "0":
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_waits_for_a_failed_one_is_killed_after_the_grace() -> None:
+    started = time.monotonic()
+    hung, left = run_ranks(2, rank_0_hangs, grace_s=1, init_process_group=False, expect_errors=True)
+    assert time.monotonic() - started < 30
+    assert left.error[:2] == ("Killed", "killed by a signal, SIGKILL")
+    assert left.killed
+    assert left.stacks == ""
+    assert hung.killed
+    assert "in rank_0_hangs" in hung.stacks
+
+
+def leak(what: str) -> int:
+    if what == "thread":
+        threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+    if what == "exception in a thread":
+        thread = threading.Thread(target=int, args=("seven",))
+        thread.start()
+        thread.join()
+    if what == "process" and (child := os.fork()) == 0:
+        signal.pause()
+    return child if what == "process" else 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("thread", r"left threads behind: .*forgotten"), ("exception in a thread", r"invalid literal for int.*'seven'")],
+)
+def test_a_rank_that_loses_a_thread_or_its_exception_fails(what: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(1, leak, what, init_process_group=False)
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=1)
+
+
+def test_a_warning_is_an_error_in_the_ranks_unless_pyproject_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailure, match="UserWarning: something new"):
+        run_ranks(1, warn, "something new", init_process_group=False)
+    monkeypatch.setattr(pool, "warning_filters", [*pool.warning_filters, "ignore:something known:UserWarning"])
+    run_ranks(1, warn, "something known", init_process_group=False)
+
+
+# ── forks that stand for new interpreters do what these do ────────────────────────────────────────────────────────────
+
+
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}
+ENDS = """
+import atexit, sys, threading, warnings
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread ended"))).start()
+warnings.warn("as filters say")
+print(__name__, __spec__, sys.argv, sys.path[0], "lightning_shardckpt" in sys.modules)
+raise {raised}
+"""
+STARTS = """
+import os, signal, subprocess, sys, time
+echo = "import sys; print(sys.stdin.read(), sys.argv, flush=True); sys.exit(3)"
+print(subprocess.run([sys.executable, "-c", echo, "a b"], input="given", stdout=-1, text=True))
+for way in ("os._exit(5)", "os.kill(os.getpid(), 15)", "1 / 0"):
+    done = subprocess.run([sys.executable, "-c", f"import os; {way}"], cwd="/", env={}, capture_output=True)
+    print(done.returncode, done.stderr.splitlines()[-1:])
+waits = f"import time; print('begun', flush=True); time.sleep(60)"
+starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"
+for code, number, alone in ((waits, 15, False), (waits, 9, False), (starts, 9, True)):
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=-1, start_new_session=alone) as process:
+        process.stdout.readline()
+        os.killpg(process.pid, number) if alone else process.send_signal(number)
+    print(process.returncode)
+print(subprocess.run([sys.executable, "-u", "-c", "import os; print('said', end=''); os._exit(0)"], stdout=-1))
+print(subprocess.run([sys.executable, "-X", "utf8", "-c", "import sys; print(sys.flags.utf8_mode)"], stdout=-1))
+"""
+
+
+def both(command: Sequence[str], folder: Path) -> list[tuple[int, str, str]]:
+    ways = (warm_python.run_new, warm_python.run)
+    ended = [run(command, env=ENV, folder=folder, timeout_s=60) for run in ways]
+    return [(done.returncode, done.stdout.replace(done.args[0], "python"), done.stderr) for done in ended]
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"), [("script", "SystemExit"), ("module", "SystemExit(4)"), ("code", "SystemExit('a reason')")]
+)
+def test_a_command_ends_as_in_a_new_interpreter(kind: str, raised: str, tmp_path: Path) -> None:
+    code = ENDS.format(raised=raised)
+    (tmp_path / "ends.py").write_text(code)
+    command = {"script": ["ends.py", "--a"], "module": ["-m", "ends", "--a"], "code": ["-c", code, "--a"]}[kind]
+    expected, found = both(command, tmp_path)
+    if kind == "module":  # which finds its own spec: a fact with an address
+        expected, found = ((status, "".join(out.partition(" [")[1:]), err) for status, out, err in (expected, found))
+    assert found == expected
+
+
+def test_what_a_command_starts_is_passed_on_and_ends_with_it(tmp_path: Path) -> None:
+    (expected, shown, _), (found, printed, said) = both(["-c", STARTS], tmp_path)
+    lines = [[line.partition("returncode")[2] or line for line in text.splitlines()] for text in (printed, shown)]
+    assert (found, lines[0]) == (expected, lines[1]), said
