@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Any
 
 from lightning_shardckpt.format.index import ROOT_NAME
@@ -101,7 +101,7 @@ def bucket(port: int) -> Bucket:
 Harm = Callable[["Asked"], "str | int | None"]
 """What to do to a request: nothing, a status to answer with, or a word.
 
-"reset", "truncate", "stall", "lose" (the answer), "etag" (a wrong one), "expired" (a token).
+"truncate", "lose" (the answer), "expired" (a token).
 """
 
 
@@ -132,7 +132,6 @@ class Proxy:
         self.asked: list[Asked] = []
         self.sent_bytes = 0  # of objects
         self.received_bytes = 0
-        self.released = Event()
         self._turns: Counter[tuple[str, str]] = Counter()
         self._lock, self._target = Lock(), port
         self._connections: list[socket.socket] = []
@@ -146,7 +145,6 @@ class Proxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.released.set()
         self._server.shutdown()
         with self._lock:
             for connection in self._connections:  # clients keep them open
@@ -193,11 +191,6 @@ class Proxy:
             def do(self) -> None:
                 body = self._body()
                 harm = proxy.harm(proxy.note(self.command, self.path, len(body), self.headers))
-                if harm == "stall":
-                    proxy.released.wait(30)
-                if harm in ("reset", "stall"):
-                    self._drop()
-                    return
                 if isinstance(harm, int) or harm == "expired":
                     status = harm if isinstance(harm, int) else 400
                     about = f"<Error><Code>{CODES[harm]}</Code><Message>harm</Message></Error>"
@@ -212,8 +205,6 @@ class Proxy:
                     self._drop()
                     return
                 headers = {k: v for k, v in answer.getheaders() if k.lower() not in SKIPPED}
-                if harm == "etag":
-                    headers["ETag"] = '"00000000000000000000000000000000"'
                 length = answer.getheader("Content-Length")
                 self._answer(answer.status, headers, content, truncated=harm == "truncate", length=length)
 

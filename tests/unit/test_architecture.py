@@ -271,15 +271,13 @@ def test_tests_use_no_private_name_of_the_package() -> None:
     assert found == []
 
 
-def test_every_function_of_compat_is_tested_beside_its_module() -> None:
-    missing = list[str]()
-    for path in (path for name, path in MODULES.items() if part(name) == "compat" and path.stem != "__init__"):
-        tests = PACKAGE.with_name("tests").glob(f"*/compat/test_{path.stem}*.py")
-        tested = {word for test in tests for word in re.findall(r"\w+", test.read_text())}
-        functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-        assert tested, path.stem
-        missing += [f"{path.stem}.{name}" for name in sorted(functions - tested) if not name.startswith("_")]
-    assert missing == []
+def test_every_function_of_compat_is_tested_in_a_folder_of_that_name() -> None:
+    tests = PACKAGE.with_name("tests").glob("*/compat/test_*.py")
+    tested = {word for test in tests for word in re.findall(r"\w+", test.read_text())}
+    paths = [path for name, path in MODULES.items() if part(name) == "compat"]
+    tree = [node for path in paths for node in ast.parse(path.read_text()).body]
+    functions = {node.name for node in tree if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    assert len(functions) > 100 and functions - tested == set()
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:

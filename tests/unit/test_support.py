@@ -97,24 +97,6 @@ warnings.warn("as filters say")
 print(__name__, __spec__, sys.argv, sys.path[0], "lightning_shardckpt" in sys.modules)
 raise {raised}
 """
-STARTS = """
-import os, signal, subprocess, sys, time
-echo = "import sys; print(sys.stdin.read(), sys.argv, flush=True); sys.exit(3)"
-print(subprocess.run([sys.executable, "-c", echo, "a b"], input="given", stdout=-1, text=True))
-for way in ("os._exit(5)", "os.kill(os.getpid(), 15)", "1 / 0"):
-    done = subprocess.run([sys.executable, "-c", f"import os; {way}"], cwd="/", env={}, capture_output=True)
-    print(done.returncode, done.stderr.splitlines()[-1:])
-waits = f"import time; print('begun', flush=True); time.sleep(60)"
-starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"
-for code, number, alone in ((waits, 15, False), (waits, 9, False), (starts, 9, True)):
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=-1, start_new_session=alone) as process:
-        process.stdout.readline()
-        os.killpg(process.pid, number) if alone else process.send_signal(number)
-    print(process.returncode)
-print(subprocess.run([sys.executable, "-u", "-c", "import os; print('said', end=''); os._exit(0)"], stdout=-1))
-print(subprocess.run([sys.executable, "-X", "utf8", "-c", "import sys; print(sys.flags.utf8_mode)"], stdout=-1))
-"""
 
 
 def both(command: Sequence[str], folder: Path) -> list[tuple[int, str, str]]:
@@ -134,9 +116,3 @@ def test_a_command_ends_as_in_a_new_interpreter(kind: str, raised: str, tmp_path
     if kind == "module":  # which finds its own spec: a fact with an address
         expected, found = ((status, "".join(out.partition(" [")[1:]), err) for status, out, err in (expected, found))
     assert found == expected
-
-
-def test_what_a_command_starts_is_passed_on_and_ends_with_it(tmp_path: Path) -> None:
-    (expected, shown, _), (found, printed, said) = both(["-c", STARTS], tmp_path)
-    lines = [[line.partition("returncode")[2] or line for line in text.splitlines()] for text in (printed, shown)]
-    assert (found, lines[0]) == (expected, lines[1]), said

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,18 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
+from lightning_shardckpt.compat.lightning_attributes import (
+    fabric_original,
+    loader_of_fabric,
+    override_methods,
+)
 from lightning_shardckpt.fabric import ShardedStrategy
+from tests.support.boring import trainer
 from tests.support.pool import run_ranks
 
 
@@ -105,3 +116,74 @@ def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None
         assert given == [[rank, 2 + rank], [4 + rank, 6 + rank]]
         drawn += few[0] + few[1]
     assert len(drawn) == len(set(drawn)) == 8
+
+
+# ── attributes of Lightning's objects are where `compat.lightning_attributes` looks for them ──────────────────────────
+
+
+def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:
+    module = nn.Linear(2, 2)
+    found = Fabric(accelerator="cpu", devices=1).setup(module)
+    assert fabric_original(found) is module and fabric_original(module) is None
+
+
+def test_what_setup_dataloaders_returns_leads_to_the_loader_that_it_was_given() -> None:
+    loader = DataLoader([1, 2])  # type: ignore[arg-type]
+    found = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+    assert found is not loader and loader_of_fabric(found) is loader and loader_of_fabric(loader) is loader
+
+
+def test_a_trainer_clips_as_it_is_told_until_the_undo(tmp_path: Path) -> None:
+    for name in ("norm", "value"):
+        clipped: list[Any] = []
+        run = trainer(tmp_path, max_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm=name)
+        clip = {f"clip_grad_by_{name}": lambda *args, c=clipped: c.append(args[1])}
+        undo = override_methods(run.precision_plugin, **clip)
+        run.fit(BoringModel())
+        undo()
+        undo()
+        assert clipped == [0.5] and not vars(run.precision_plugin).keys() & clip.keys()
+
+
+# ── packages that import pytorch_lightning and those that import lightning.pytorch get one Lig ────────────────────────
+
+
+UNIFIED = """
+import lightning_shardckpt
+lightning_shardckpt.unify_lightning()
+lightning_shardckpt.unify_lightning()
+import pytorch_lightning as pl
+import lightning.pytorch, lightning.fabric.plugins.io.checkpoint_io
+import lightning_fabric.plugins.io.checkpoint_io as io
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+assert pl is lightning.pytorch and ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint
+assert io is lightning.fabric.plugins.io.checkpoint_io and pl.__spec__.name == "lightning.pytorch"
+trainer = pl.Trainer(
+    accelerator="cpu", devices=1, strategy=lightning_shardckpt.ShardedStrategy(), logger=False, max_steps=1,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+)
+from pytorch_lightning.demos.boring_classes import BoringModel
+trainer.fit(BoringModel())
+assert trainer.global_step == 1
+"""
+LATE = """
+import pytorch_lightning, lightning_shardckpt
+try:
+    lightning_shardckpt.unify_lightning()
+except RuntimeError as error:
+    assert "imported already, as packages of their own: lightning_fabric, pytorch_lightning" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(UNIFIED, id="unify_lightning"), pytest.param(LATE, id="late", marks=pytest.mark.sweep)],
+)
+def test_both_names_are_one_lightning(program: str) -> None:
+    pytest.importorskip("pytorch_lightning")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -16,6 +18,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleZBVZeroBubble
 
+from lightning_shardckpt.compat.pytree import (
+    flatten_call,
+    map_tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from lightning_shardckpt.compat.torch_distributed import (
     actions_of,
     has_order,
@@ -79,3 +89,88 @@ def test_schedules_are_found_by_name_and_those_of_one_stage_have_no_order() -> N
         torch_schedule("2f2b")
     with pytest.raises(ValueError):
         actions_of(torch_schedule("DualPipeV"), 2, 2, 1)
+
+
+# ── nested structures are flattened as the pipeline and the build of modules expect ───────────────────────────────────
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def test_containers_are_walked_in_order_and_other_objects_are_leaves() -> None:
+    tensor, thing = torch.zeros(2), object()
+    tree = {"b": [tensor, (1, None)], "a": Pair(thing, "text")}
+    leaves, spec = tree_flatten(tree)
+    assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in (tensor, 1, None, thing, "text")]
+    assert tree_leaves(tree) == leaves
+    assert tree_unflatten(leaves, spec) == tree
+    assert isinstance(tree_unflatten(leaves, spec)["a"], Pair)
+
+
+def test_equal_structures_have_equal_hashable_specs() -> None:
+    one, other = (tree_flatten(({"x": [value]}, {}))[1] for value in (1, 2))
+    assert one == other and hash(one) == hash(other)
+    assert one != tree_flatten(({"y": [1]}, {}))[1]
+
+
+def test_calls_with_the_same_leaves_and_nesting_have_one_key() -> None:
+    tensor, nested = torch.zeros(2), {"b": [torch.ones(1)]}
+    for args, kwargs in (((tensor, 1), {"k": None}), ((tensor, nested), {"k": (2,)})):
+        leaves, key = flatten_call(args, kwargs)
+        expected = tree_leaves((args, kwargs))
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+        assert flatten_call(args, kwargs)[1] == key
+        assert key not in (flatten_call(args, {})[1], flatten_call(args[:1], kwargs)[1])
+        assert key != flatten_call(args, {"other": kwargs["k"]})[1]
+
+
+def test_map_keeps_the_structure() -> None:
+    assert tree_map(lambda leaf: leaf * 2, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
+
+
+def test_tensors_are_replaced_and_containers_keep_their_types() -> None:
+    other = object()
+    tree = OrderedDict(a=[torch.ones(2), other], b=Pair((torch.zeros(1),), "text"), c=torch.nn.Parameter(torch.ones(1)))
+    found = map_tensors(lambda tensor: tensor + 1, tree)
+    assert isinstance(found, OrderedDict) and isinstance(found["b"], Pair)
+    assert found["a"][0].tolist() == [2, 2] and found["a"][1] is other
+    assert found["b"].first[0].tolist() == [1] and found["b"].second == "text" and found["c"].tolist() == [2]
+    assert tree["a"][0].tolist() == [1, 1]
+
+
+def test_containers_without_replaced_tensors_and_those_that_torch_does_not_know_are_left_alone() -> None:
+    known, unknown = [{"a": torch.ones(1)}], UserDict(a=torch.ones(1))
+    assert map_tensors(lambda tensor: tensor, known) is known
+    assert map_tensors(lambda tensor: tensor + 1, unknown) is unknown and unknown["a"].tolist() == [1]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    x: torch.Tensor
+    inner: Any
+    depth: int = 0
+
+
+def test_a_dataclass_of_tensors_is_a_container_and_comes_back_as_it_was() -> None:
+    inner = Hidden(torch.zeros(1), None)
+    leaves, spec = tree_flatten([Hidden(torch.ones(2), inner, 3)])
+    assert [leaf if leaf is None or isinstance(leaf, int) else leaf.tolist() for leaf in leaves] == [
+        [1, 1],
+        [0],
+        None,
+        0,
+        3,
+    ]
+    (found,) = tree_unflatten([leaf * 2 if leaf is not None else None for leaf in leaves], spec)
+    assert isinstance(found, Hidden) and isinstance(found.inner, Hidden)
+    assert (found.x.tolist(), found.inner.x.tolist(), found.depth) == ([2, 2], [0], 6)
+
+
+@dataclass
+class Settings:
+    rate: float = 0.1
+
+
+def test_a_dataclass_without_tensors_is_a_leaf() -> None:
+    settings = Settings()
+    assert tree_flatten([settings])[0] == [settings]

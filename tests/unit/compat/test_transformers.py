@@ -18,6 +18,7 @@ from lightning_shardckpt.compat.transformers import (
     is_model,
     mark_initialized,
     names_not_saved,
+    own_tensor_parallel_plan,
     own_tied_patterns,
     patterns_that_may_be_missing,
     patterns_that_may_be_unexpected,
@@ -25,6 +26,7 @@ from lightning_shardckpt.compat.transformers import (
     was_initialized,
     weights_method,
 )
+from tests.support.nets import qwen3
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "intermediate_size": 8}
 
@@ -132,3 +134,30 @@ def test_a_model_initializes_a_module_as_its_constructor_does_but_for_tensors_th
     assert norm.weight.isinf().all() and embedding.weight.isinf().all()
     assert not was_initialized(nn.Linear(1, 1)) and was_initialized(head)
     assert weights_method(mixture) == mixture._init_weights and weights_method(nn.Linear(1, 1)) is None
+
+
+# ── the tensor-parallel plans of models of transformers, as `compat.transformers` finds them ──────────────────────────
+
+
+class Around(nn.Module):
+    """Passes on what it does not have, as a PeftModel does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+def test_a_model_has_the_plan_of_its_layers_and_what_wraps_it_has_none() -> None:
+    model = qwen3()
+    plan = own_tensor_parallel_plan(model)
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
+    assert "lm_head" in plan
+    assert hasattr(Around(model), "_tp_plan")
+    assert own_tensor_parallel_plan(Around(model)) == {}
+    assert own_tensor_parallel_plan(nn.Linear(2, 2)) == {}

@@ -73,15 +73,6 @@ def test_a_reader_finds_the_very_boxes_that_the_writers_wrote(topology: str) -> 
         assert sorted(found) == sorted(wrote if prod(spec.shape) else [])
 
 
-def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> None:
-    layout = mesh(4, 2, cuts=(DimShard(1, 0),))
-    for shape in ((6, 3), (512, 512)):
-        tensors = {"w": TensorSpec("F32", shape, layout, ((0, 3),)), "v": TensorSpec("F32", shape, layout, ((0, 3),))}
-        for key in tensors:
-            boxes = [p.part.box for rank in range(8) for p in plan_save(tensors, rank) if p.key == key]
-            assert find_cover_error(shape, boxes) is None
-
-
 def test_a_gap_is_named() -> None:
     tensors = {
         "fits": TensorSpec("F32", (3, 2), mesh(4, cuts=(DimShard(0, 0),)), ((0, 3),)),
@@ -141,12 +132,6 @@ def test_files_keep_to_the_limit_and_hold_a_name_once() -> None:
         for found in files:
             assert len(found) == 1 or sum(p.nbytes for p in found) <= limit
             assert len({p.key for p in found}) == len(found)
-
-
-def test_wide_elements_come_first_in_a_file_whatever_order_they_are_given_in() -> None:
-    pieces = [piece("a", 3), piece("b", 16, dtype="F64"), piece("c", 6, dtype="F16"), piece("d", 12, dtype="F32")]
-    (found,) = split_into_files(pieces, 1 << 20)
-    assert [p.key for p in found] == ["b", "d", "c", "a"]
 
 
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────

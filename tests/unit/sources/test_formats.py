@@ -100,9 +100,7 @@ def safe(content: Any, path: Path) -> None:
 MADE: dict[str, Callable[[Path], Any]] = {
     "a directory with one file": lambda p: one_file(p, "model.safetensors", safe),
     "a directory with an index": lambda p: in_two(p, "safetensors", safe),
-    "a file of safetensors": lambda p: one_file(p, "w.safetensors", safe),
     "the same by another name": lambda p: one_file(p, "weights", safe),
-    "an old directory": lambda p: one_file(p, "pytorch_model.bin", torch.save),
     "an old directory with an index": lambda p: in_two(p, "bin", torch.save),
     "a state dict": lambda p: one_file(p, "w.pt", torch.save),
     "a state dict called model": lambda p: one_file(p, "w.pth", torch.save, {"model": TENSORS, "optimizer": {}}),

@@ -251,28 +251,6 @@ def test_what_is_no_mapping_is_wrong_usage(given: Any, words: str) -> None:
         KeyMapping.of_texts(given, "renames") if isinstance(given, list) else KeyMapping.of(given, "renames")
 
 
-def test_a_function_that_makes_no_name_is_an_error() -> None:
-    with pytest.raises(MismatchError, match=r"returns 3 for 'a\.w'"):
-        KeyMapping.of(lambda name: 3).apply(NAMES)  # type: ignore[arg-type,return-value]
-
-
-@pytest.mark.parametrize(
-    ("entries", "lines"),
-    [
-        ({"x": "y", "^a": "b"}, []),
-        ({"typo": "y", "^q": "b", "z": None}, ["'typo'", "'z'", "'^q'"]),
-        ({"mine": "x"}, ["'mine'  matches no name in the checkpoint, but 'x' does: entries go from stored"]),
-        ({"a": "net"}, ["'a'  matches no name in the checkpoint; write a regular expression for a part of names"]),
-    ],
-)
-def test_entries_about_no_name_are_told_with_what_may_be_meant(
-    entries: dict[str, str | None], lines: list[str]
-) -> None:
-    found = KeyMapping.of(entries).unused(NAMES)
-    assert len(found) == len(lines)
-    assert all(one.startswith(f"key_mapping: {line}") for one, line in zip(found, lines, strict=True))
-
-
 # ── files of PEFT's adapters, loaded into its models ──────────────────────────────────────────────────────────────────
 
 

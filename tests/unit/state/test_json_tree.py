@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.state.json_tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.json_tree import INLINE_BYTES, Dropped, Encoder, decode
 
 
 def trip(value: Any) -> Any:
@@ -109,15 +108,6 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(trip({"deep": [(value,)]}), {"deep": [(value,)]})
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_tensors_of_every_dtype_come_back_bit_by_bit(name: str) -> None:
-    dtype = TORCH_DTYPES[name]
-    content = torch.randint(0, 2 if name == "BOOL" else 256, (3, 5, torch.empty(1, dtype=dtype).element_size()))
-    tensor = content.to(torch.uint8).view(dtype).reshape(3, 5)
-    assert same(decode_small(encode_small(tensor, "t")), tensor)
-    assert same(trip(tensor), tensor)
-
-
 class Name(str):
     pass
 
@@ -129,11 +119,6 @@ class Moment(datetime.datetime):
         return "long ago"
 
 
-class Count(int):
-    def __int__(self) -> int:
-        return 7
-
-
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -143,13 +128,6 @@ class Config:
     point: Any
 
 
-@dataclasses.dataclass
-class Output(collections.OrderedDict[str, Any]):
-    """Like the outputs of transformers: its items count, not its fields."""
-
-    loss: float = 0.0
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -157,13 +135,11 @@ class Output(collections.OrderedDict[str, Any]):
         (Point(1, (2,)), (1, (2,))),
         (torch.Size([1, 2]), (1, 2)),
         (Config(0.1, Point(1, 2)), {"lr": 0.1, "point": (1, 2)}),
-        (Output(), collections.OrderedDict()),
         (collections.defaultdict(list, a=[1]), {"a": [1]}),
         (numpy.float64(0.5), 0.5),
         (numpy.str_("x"), "x"),
         (bytearray(b"x"), b"x"),
         (Moment(2024, 2, 29, 1, tzinfo=datetime.UTC), datetime.datetime(2024, 2, 29, 1, tzinfo=datetime.UTC)),
-        (Count(3), 3),
         (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
     ],
     ids=lambda value: type(value).__name__,
@@ -217,12 +193,6 @@ class NotATime(datetime.datetime):
     __hash__ = datetime.datetime.__hash__
 
 
-def numbered_namespace() -> argparse.Namespace:
-    namespace = argparse.Namespace()
-    vars(namespace)[1] = "one"
-    return namespace
-
-
 @dataclasses.dataclass(frozen=True)
 class Key:
     """Can be a key, but its fields come back as a dict, which can't."""
@@ -237,7 +207,6 @@ class Key:
         {Key("a"): 1},
         frozenset({(1, Key("a"))}),
         collections.Counter({Key("a"): 1}),
-        numbered_namespace(),
         10**5000,
     ],
     ids=lambda value: type(value).__name__,

@@ -13,7 +13,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter
-from tests.support.published import ID, LOCAL, OTHER_ID, beside, content, put, root_of
+from tests.support.published import ID, LOCAL, OTHER_ID, content, put, root_of
 from tests.support.stores import IMPATIENT, Bucket
 
 
@@ -56,33 +56,6 @@ def test_a_published_checkpoint_replaces_the_old_one_whole(storage: StorageRoute
     assert first.notes == second.notes == []
 
 
-def test_nothing_is_there_before_it_is_published(storage: StorageRouter, path: str) -> None:
-    draft = storage.draft(path, ID)
-    draft.begin()
-    draft.write(ROOT_NAME, [b"x"])
-    with pytest.raises(CheckpointNotFoundError, match=r"step-1\.ckpt"):
-        storage.open(path)
-    draft.discard()
-
-
-def test_a_save_that_fails_is_discarded_and_the_old_one_stays(storage: StorageRouter, path: str) -> None:
-    def parts() -> Iterator[bytes]:
-        yield b"1"
-        raise RuntimeError("staging failed")
-
-    put(storage, path, a=b"old")
-    draft = storage.draft(path, OTHER_ID)
-    draft.begin()
-    draft.write("a", [b"new"])
-    with pytest.raises(RuntimeError, match="staging failed"):
-        draft.write("b", parts())
-    draft.discard()
-    draft.discard()
-    assert content(storage, path) == {"a": b"old"}
-    if path.startswith("/"):
-        assert beside(path) == [] and len(os.listdir(path)) == 2
-
-
 def test_a_buffer_may_be_used_again_after_it_was_given(storage: StorageRouter, path: str) -> None:
     def parts() -> Iterator[memoryview]:
         buffer = bytearray(6 << 20)
@@ -116,16 +89,6 @@ def test_ranges_are_read_into_the_memory_that_is_given_by_several_threads(storag
         assert set(threads.map(lambda _: read_all(reader, "a"), range(8))) == {bytes(range(100))}
     reader.close()
     reader.close()
-
-
-def test_removing_removes(storage: StorageRouter, path: str, kind: str) -> None:
-    put(storage, path, a=b"1")
-    assert storage.remove(path) == []
-    for act in (storage.open, storage.remove):
-        with pytest.raises(CheckpointNotFoundError):
-            act(path)
-    if path.startswith("/"):
-        assert beside(path) == [] and os.path.isdir(path) == (kind == "in place")
 
 
 def test_a_removal_and_a_save_leave_the_files_of_a_save_that_goes_on(

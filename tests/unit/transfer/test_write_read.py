@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from typing import get_args
 
@@ -166,18 +165,6 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
                 files[request.entry.file] = intact
 
 
-def test_a_column_is_read_in_a_few_large_reads() -> None:
-    shape = (512, 512)
-    storage = saved({"w": spec(shape, FSDP[4], 4)}, 4)
-    columns = mesh(4, cuts=(DimShard(0, 1),))
-    with Checkpoint(storage, PATH) as checkpoint:
-        reader: Counting = checkpoint.reader  # type: ignore[assignment]
-        found = worlds.load(checkpoint, "w", columns, 3, "unverified")
-        assert numpy.array_equal(found, worlds.local("w", spec(shape, columns, 4), 3))
-        of_data = [name for name, offset, _ in reader.reads if name.endswith(".safetensors") and offset > 8]
-        assert len(of_data) == 4
-
-
 WAYS: tuple[worlds.How, ...] = get_args(worlds.How)
 
 
@@ -233,19 +220,6 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds
                 noticed += 1
         files[name] = intact
     assert noticed or how == "unverified"
-
-
-def test_parts_that_interleave_in_one_box_are_all_verified() -> None:
-    shape = (48, 3072)
-    layout = mesh(2, cuts=(DimShard(0, 1, 3),))  # a packed projection, cut along its columns
-    storage = saved({"w": spec(shape, FSDP[1], 1)}, 1)
-    (name,) = (name for name in storage.checkpoints[PATH] if name.endswith("safetensors"))
-    intact = storage.checkpoints[PATH][name]
-    for row, third in product(range(0, 48, 5), range(3)):
-        at = len(intact) - prod(shape) * 4 + (row * shape[1] + third * 1024 + 7) * 4
-        storage.checkpoints[PATH][name] = flipped(intact, at)
-        with Checkpoint(storage, PATH) as checkpoint, pytest.raises(CorruptionError, match="corrupted data of 'w'"):
-            worlds.load(checkpoint, "w", layout, 0)
 
 
 # ── no changed byte loads ─────────────────────────────────────────────────────────────────────────────────────────
