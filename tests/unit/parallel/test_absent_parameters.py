@@ -139,8 +139,7 @@ def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Modu
         shown = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(a is b for a, b in zip(shown, parameters, strict=True))
         lists = [group["params"] for group in optimizer.param_groups]
-        summed = sum(lists, [])  # noqa: RUF017  # as natural code does it
-        for joined in (summed, lists[0] + lists[1], [*lists[0].copy(), *lists[1]], list(lists[0]) + lists[1]):
+        for joined in (lists[0] + lists[1], [*lists[0].copy(), *lists[1]], list(lists[0]) + lists[1]):
             assert all(a is b for a, b in zip(joined, parameters, strict=True))
         assert next(reversed(lists[1])) is parameters[-1]
         assert optimizer.state[own[0]]["exp_avg"].shape == own[0].shape

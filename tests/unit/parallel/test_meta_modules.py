@@ -52,12 +52,6 @@ def assert_alike(found: dict[str, Tensor], *expected: dict[str, Tensor]) -> None
 # ── modules of others ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Scaled(nn.Embedding):
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
-
-
 class Attribute(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -72,7 +66,6 @@ class Attribute(nn.Linear):
             lambda: nn.ParameterList([torch.ones(1), torch.ones(2)]),
             r"2 of the tensors .* no first values:\n  0  parameter of ParameterList, which no method fills\n  1",
         ),
-        (Scaled, r"1 of .*\n  scale  buffer of Scaled, which no method fills\nBuild them in configure_model"),
         (Attribute, r"2 of .*\n  bias_scale  attribute of Attribute.*\n  scales\[0\]  list of Attribute"),
     ],
 )
@@ -133,9 +126,3 @@ def test_adapters_of_peft_on_the_meta_device_are_refused() -> None:
     error = r"(?s)8 of .*q_proj\.lora_A\.default\.weight  parameter of Linear, which PEFT fills only when it makes it"
     with pytest.raises(UnsupportedCodeError, match=error):
         filled(lambda: peft.get_peft_model(model(config), peft.LoraConfig(target_modules=["q_proj", "v_proj"])))
-
-
-def test_what_a_checkpoint_will_fill_may_be_left_without_a_value() -> None:
-    assert filled(lambda: nn.ParameterList([torch.ones(1)]), (), lambda: True) == {}
-    with pytest.raises(UnsupportedCodeError, match=r"1 of .*\n  0\.scale  buffer of Scaled"):  # not persistent
-        filled(lambda: nn.Sequential(Scaled(), nn.Linear(2, 2)), (), lambda: True)

@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.stages import plan_stages
-from tests.support.nets import llama
 
 WIDTH = 4
 
@@ -87,42 +86,6 @@ def test_the_largest_list_of_layers_is_split(name: str) -> None:
     assert plan.layers == layers
     assert [i for a, b in plan.ranges for i in range(a, b)] == list(range(len(layers)))
     assert all(a < b for a, b in plan.ranges)
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 7}
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=5, max_position_embeddings=8, **sizes))
-
-
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
-    "llama": (
-        lambda: llama(num_hidden_layers=5),
-        "model.layers",
-        {"model.embed_tokens": "first", "model.norm": "last", "lm_head": "last"},
-    ),
-    "bert": (
-        _bert,
-        "bert.encoder.layer",
-        {"bert.embeddings": "first", "bert.pooler": "last", "classifier": "last"},
-    ),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_hugging_face_are_split_without_being_told_how(family: str) -> None:
-    build, trunk, others = FAMILIES[family]
-    root = Root(net=build())
-    ranges = {2: [(0, 3), (3, 5)], 3: [(0, 2), (2, 4), (4, 5)], 4: [(0, 2), (2, 3), (3, 4), (4, 5)]}
-    for stages, expected in ranges.items():
-        plan = plan_stages(root, stages)
-        assert plan.layers == indexed(f"net.{trunk}", 5)
-        assert plan.others == {f"net.{name}": where for name, where in others.items()}
-        assert list(plan.ranges) == expected
-        # every parameter is somewhere, and those of layers and others on one stage each
-        assert {len(plan.holders(name)) for name, _ in root.named_parameters(remove_duplicate=False)} == {1}
-        assert {next(iter(plan.holders(n))) for n, _ in root.named_parameters()} == set(range(stages))
 
 
 def test_layers_can_be_named_across_modules_in_the_order_of_the_patterns() -> None:
