@@ -33,7 +33,7 @@ from lightning_shardckpt.state.documents import StoredOptimizer, add_value
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, new_like
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, is_host_memory
 
 _OF_TORCH = ("state", "param_groups")
 NOT_HYPER = ("params", "param_names")
@@ -409,7 +409,7 @@ class OptimizerLoad:
             values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
             used.add(stored)
             on_device = bool(groups[row.group].get("capturable") or groups[row.group].get("fused"))
-            state = {name: _move(name, value, row.param, on_device) for name, value in values.items()} | row.filled
+            state = {name: self._placed(name, value, row, on_device) for name, value in values.items()} | row.filled
             self._optimizer.state.pop(row.param, None)
             if state:
                 self._optimizer.state[row.param] = state
@@ -418,6 +418,13 @@ class OptimizerLoad:
         notes = [note for i, group in enumerate(groups) for note in self._apply_hyper(i, group, sources)]
         load_extra_entries(self._optimizer, self._stored.own)  # may replace the groups
         return notes
+
+    def _placed(self, name: str, value: Any, row: _Row, on_device: bool) -> Any:
+        """Move a tensor as ``Optimizer.load_state_dict`` does: ``step`` stays as it is, on the host unless fused."""
+        if not isinstance(value, torch.Tensor) or (name == "step" and not on_device):
+            return value
+        is_moment = name != "step" and value.shape == shape_of(row.param)  # of a parameter without dims
+        return value.to(row.param.device, self._dtype(DTYPES[value.dtype], row) if is_moment else None)
 
     def _loaded_rows(self) -> Iterator[tuple[str, _Row]]:
         """Yield the parameters whose state is loaded, with their stored names."""
@@ -455,10 +462,3 @@ def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
-
-
-def _move(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
-    """Move a tensor to the device of ``Optimizer.load_state_dict``: ``step`` stays on the host unless fused."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to(param.device) if on_device or name != "step" else value
