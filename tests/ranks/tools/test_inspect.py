@@ -46,11 +46,7 @@ def test_text_is_aligned_and_short(saved: Path, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70 and max(map(len, lines)) < 140
     assert "world       4 ranks: shard 2 × tensor 2" in lines
-    (more,) = (line for line in lines if line.endswith("--tensors PATTERN picks"))
-    assert more.startswith("… and ") and "more tensors: --tensors '*' lists them" in more
-    header = next(line for line in lines if line.startswith("tensor "))
     row = next(line for line in lines if line.startswith("both.bfloat16"))
-    assert row.index("BF16") == header.index("dtype") and row.index("13 × 7") == header.index("shape")
     assert row.endswith("dim 0 / 2 over shard, dim 1 / 2 over tensor")
 
 
@@ -73,24 +69,15 @@ def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
     assert "model-meta-dist-00000.index.json: the file is missing" in out and "rows.few" in out
 
 
-@pytest.mark.parametrize("wrong", ["..", "checkpoint.index.json", "../step=10.ckp"])
-def test_a_wrong_path_gets_did_you_mean(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "version_0" / "checkpoints" / "step=10.ckpt"
-    zoo.save(str(path))
-    assert main(["inspect", os.path.normpath(path / wrong)]) == 1
-    error = capsys.readouterr().err
-    assert f"did you mean {str(path)!r}?" in error and "Traceback" not in error
+def test_a_wrong_path_gets_did_you_mean(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("..", "checkpoint.index.json", "../zoo.ckp"):
+        assert main(["inspect", os.path.normpath(saved / wrong)]) == 1
+        error = capsys.readouterr().err
+        assert f"did you mean {str(saved)!r}?" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
-    "tool",
-    [
-        pytest.param(["inspect"], marks=pytest.mark.slow),
-        ["verify"],
-        ["diff", "."],
-        ["map", "-o", os.devnull],
-    ],
-    ids=" ".join,
+    "tool", [["inspect"], ["verify"], ["diff", "."], ["map", "-o", os.devnull]], ids=" ".join
 )
 def test_the_tool_imports_neither_torch_nor_lightning(saved: Path, tool: list[str]) -> None:
     code = """

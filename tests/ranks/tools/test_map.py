@@ -18,18 +18,10 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
+from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.format.index import (
-    ROOT_NAME,
-    Component,
-    FileInfo,
-    RootIndex,
-    TensorSpec,
-    rank_index_name,
-    root_to_json,
-)
-from lightning_shardckpt.format.layout import REPLICATED, DimShard, parts_of_rank
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -126,7 +118,7 @@ def test_the_page_shows_what_each_dtensor_held(zoo_run: tuple[Page, list[dict[st
         assert page.about["components"][0]["held"][rank] == nbytes
 
 
-def assert_written_as_indexed(page: Page) -> None:
+def test_the_page_shows_what_each_rank_wrote(page: Page) -> None:
     with Checkpoint(LocalStorage(), str(page.checkpoint)) as checkpoint:
         for component in page.about["components"]:
             for rank in range(page.about["world"]):
@@ -139,67 +131,17 @@ def assert_written_as_indexed(page: Page) -> None:
                 assert component["written"][rank] == nbytes
 
 
-def test_the_page_shows_what_each_rank_wrote(page: Page) -> None:
-    assert_written_as_indexed(page)
-
-
-ODD_LAYOUTS = [
-    (worlds.mesh(2, 3, cuts=(DimShard(1, 0), DimShard(0, 0))), (10, 7), 6),
-    (worlds.mesh(2, 3, cuts=(DimShard(0, 0, 3), DimShard(1, 0))), (22, 5), 6),
-    (worlds.mesh(2, 3, cuts=(DimShard(1, 1, 4), DimShard(0, 2))), (3, 17, 5), 6),
-    (worlds.mesh(3, 2, cuts=(DimShard(0, 0), DimShard(1, 1)), order=(5, 3, 1, 0, 2, 4)), (7, 7), 6),
-    (worlds.mesh(6, cuts=(DimShard(0, 0),)), (4, 4), 6),  # two ranks have nothing
-    (worlds.mesh(2, 3, cuts=(DimShard(1, 0),)), (600, 300), 6),  # replicas share it
-    (worlds.mesh(3, 2, cuts=(DimShard(0, 0),)), (600, 300), 5),  # one shard has a replica less
-    (worlds.mesh(2, 3, cuts=(DimShard(1, 1),)), (3, 64, 900), 6),
-    (worlds.mesh(6), (64, 3000), 6),
-    (worlds.mesh(6), (), 6),
-    (worlds.mesh(6, cuts=(DimShard(0, 1),)), (0, 6), 6),
-    (worlds.mesh(6, cuts=(DimShard(0, 3),)), (2, 3, 4, 12), 6),
-]
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    path = tmp_path_factory.mktemp("odd") / "odd.ckpt"
-    specs = {f"t{i}": TensorSpec("F32", shape, layout, ((0, n),)) for i, (layout, shape, n) in enumerate(ODD_LAYOUTS)}
-    worlds.save(LocalStorage(), {"model": specs}, 6, path=str(path))
-    return Page(write_map(path, path.parent / "odd.html"), path)
-
-
-def test_odd_layouts_are_shown_as_they_are(odd: Page) -> None:
-    assert_written_as_indexed(odd)
-    for (kind, _), (layout, shape, holders) in zip(odd.tensors("model").values(), ODD_LAYOUTS, strict=True):
-        for rank in range(6):
-            parts = parts_of_rank(layout, shape, rank) if rank < holders else ()
-            boxes = [worlds.at(part.box) for part in parts]
-            assert odd.elements(kind["held"], kind["shape"], rank) == elements(shape, boxes), (shape, rank)
-
-
 # ── the page ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def root_only(path: Path, root: RootIndex) -> Path:
-    path.mkdir()
-    (path / ROOT_NAME).write_bytes(root_to_json(root))
-    return path
-
-
-def component(tensors: dict[str, TensorSpec], world: int) -> Component:
-    """Without the files of its indexes."""
-    return Component(tensors, {}, {r: FileInfo(rank_index_name("model", r), 200_000, "0" * 16) for r in range(world)})
-
-
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
-    spec = TensorSpec("F32", (4,), REPLICATED, ((0, 1),))
-    hostile, software = component(dict.fromkeys(HOSTILE, spec), 1), {HOSTILE[0]: HOSTILE[1]}
-    root = RootIndex("0" * 32, 1, {"model": hostile}, {}, software=software)
-    harmless = root_only(tmp_path / "a", RootIndex("0" * 32, 1, {"model": component({"w": spec}, 1)}, {}))
-    path = root_only(tmp_path / "<b>&amp;.ckpt", root)
-    found, plain = (Page(write_map(p, tmp_path / "x.html"), p) for p in (path, harmless))
+    pages = []
+    for folder, names in (("a", ["w"]), ("<b>&amp;.ckpt", HOSTILE)):
+        save(tmp_path / folder, dict.fromkeys(names, torch.ones(300)) | {"step": 1})
+        pages.append(Page(write_map(tmp_path / folder, tmp_path / "x.html"), tmp_path / folder))
+    plain, found = pages
     assert found.tags == plain.tags and found.scripts.keys() == {"data", "drawings", "page"}
-    assert [row[0] for row in found.about["components"][0]["tensors"]] == HOSTILE
-    assert found.about["software"] == [f"{HOSTILE[0]} {HOSTILE[1]}"]
+    assert {row[0] for row in found.about["components"][0]["tensors"]} == {*HOSTILE}
     assert found.title == found.about["name"] == "<b>&amp;.ckpt"
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
     for name in ("drawings", "page"):
@@ -224,8 +166,6 @@ def test_the_command_writes_or_replaces_a_page_but_never_inside_a_checkpoint(
     for wrong, said in refused:
         assert main(["map", str(saved), "--output", str(wrong)]) == 1
         assert said in capsys.readouterr().err and not wrong.exists()
-    assert main(["map", str(tmp_path), "-o", str(output)]) == 1
-    assert "Traceback" not in capsys.readouterr().err
 
 
 # ── its script ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,18 +181,17 @@ console.log(JSON.stringify(cells));
 
 
 @pytest.mark.skipif(NODE is None, reason="node runs the page's script")
-def test_every_cell_is_drawn_to_scale_where_nothing_else_is(page: Page, odd: Page) -> None:
+def test_every_cell_is_drawn_to_scale_where_nothing_else_is(page: Page) -> None:
     assert NODE is not None
-    for one in (page, odd):
-        command = [NODE, "-e", one.scripts["drawings"] + ALL_CELLS]
-        out = subprocess.run(command, input=one.scripts["data"], capture_output=True, text=True, timeout=60, check=True)
-        for found in json.loads(out.stdout):
-            cells, total = found["cells"], prod(found["shape"])
-            boxes = [tuple(map(slice, cell["start"], cell["stop"])) for cell in cells]
-            drawn = [(box, set(cell["ranks"])) for box, cell in zip(boxes, cells, strict=True)]
-            assert drawn == list(one.cells(found["drawing"]))
-            for cell, box in zip(cells, boxes, strict=True):
-                assert isclose(cell["width"] * cell["height"] * total, prod(s.stop - s.start for s in box))
-                x, y = cell["x"] + cell["width"] / 2, cell["y"] + cell["height"] / 2
-                inside = [0 < x - c["x"] < c["width"] and 0 < y - c["y"] < c["height"] for c in cells]
-                assert sum(inside) == 1 and 0 < x < 1 and 0 < y < 1
+    command = [NODE, "-e", page.scripts["drawings"] + ALL_CELLS]
+    out = subprocess.run(command, input=page.scripts["data"], capture_output=True, text=True, timeout=60, check=True)
+    for found in json.loads(out.stdout):
+        cells, total = found["cells"], prod(found["shape"])
+        boxes = [tuple(map(slice, cell["start"], cell["stop"])) for cell in cells]
+        drawn = [(box, set(cell["ranks"])) for box, cell in zip(boxes, cells, strict=True)]
+        assert drawn == list(page.cells(found["drawing"]))
+        for cell, box in zip(cells, boxes, strict=True):
+            assert isclose(cell["width"] * cell["height"] * total, prod(s.stop - s.start for s in box))
+            x, y = cell["x"] + cell["width"] / 2, cell["y"] + cell["height"] / 2
+            inside = [0 < x - c["x"] < c["width"] and 0 < y - c["y"] < c["height"] for c in cells]
+            assert sum(inside) == 1 and 0 < x < 1 and 0 < y < 1
