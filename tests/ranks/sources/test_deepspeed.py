@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load
 from lightning_shardckpt import open as open_checkpoint
-from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.sources.deepspeed import flat_boxes
+from lightning_shardckpt.errors import ShardCkptError
 from tests.support.pool import ROOT, run_ranks
 
 PACKED = ROOT / "tests" / "golden" / "deepspeed-0.19.zip"
@@ -208,18 +207,3 @@ def test_vectors_of_another_length_are_refused(golden: Path, tmp_path: Path) -> 
         torch.save(content, file)
     with pytest.raises(ShardCkptError, match="a param group ends after 264 of 270 elements"):
         load(str(tmp_path / "zero3"), {"model": Net()})
-
-
-def test_a_mark_without_files_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("../step3")
-    with pytest.raises(CheckpointNotFoundError):
-        load(str(tmp_path), {"model": Net()})
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 3, 1, 2)])
-def test_boxes_of_flat_ranges_have_their_elements_in_order(shape: tuple[int, ...]) -> None:
-    grid = torch.arange(torch.Size(shape).numel()).view(shape)
-    for start in range(grid.numel()):
-        for stop in range(start + 1, grid.numel() + 1):
-            boxes = [tuple(map(slice, box.start, box.stop)) for box in flat_boxes(shape, start, stop)]
-            assert torch.cat([grid[box].reshape(-1) for box in boxes]).tolist() == [*range(start, stop)]
