@@ -48,11 +48,8 @@ def hub_weights(folder: Path) -> dict[str, Tensor]:
 
 
 WAYS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
-    "llama fsdp2": (2, "llama", {}, {}),
     "tied llama fsdp2 tp2": (4, "llama-tied", TP_FSDP, {"use_async": True}),
-    "mixtral fsdp2": (2, "mixtral", {}, {"use_async": True}),
-    "llama pp2": (2, "llama", PP, {}),
-    "bert fsdp2": (2, "bert", {}, {"sync_files": False}),
+    "mixtral pp2": (2, "mixtral", PP, {"sync_files": False}),
 }
 """How many ranks train what, under which strategy, and how they save."""
 
@@ -67,7 +64,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, run_each(calls)
 
 
-@pytest.mark.parametrize("way", [*[*WAYS][:2], *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][2:])])
+@pytest.mark.parametrize("way", WAYS)
 def test_transformers_loads_the_export_of_a_save(way: str, exported: tuple[Path, dict[str, Any]]) -> None:
     folder, seen = exported
     path = folder / way

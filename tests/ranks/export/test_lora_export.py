@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from lightning_shardckpt import export_adapters
+from lightning_shardckpt import ShardCkptIO, export_adapters
+from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.export.safetensors_export import ADAPTER_CONFIG as CONFIG
 from lightning_shardckpt.export.safetensors_export import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft import adapters_from_json, adapters_of, adapters_to_json
-from tests.support import adapters, small
+from tests.support import adapters, small, tiny
 from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
+from tests.support.faults import flip
 from tests.support.pool import run_ranks, selected
 
 __all__ = ["base"]  # a fixture
@@ -59,14 +60,9 @@ def compare_with_peft(folder: str, base: str, state: dict[str, Any], options: di
 # Strategy of the training; whether the checkpoint has the adapters only; options of LoRA.
 WAYS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "fsdp2 adapters-only": (FSDP, True, adapters.LORA),
-    "tp2": (TP, False, adapters.LORA),
     "pp2 adapters-only": (PP, True, adapters.LORA),
     "tp2 adapters-only embedding": (TP, True, EMBEDDED),
-    "fsdp2 embedding": (FSDP, False, EMBEDDED),
 }
-
-
-SWEPT_WAYS = {"tp2", "fsdp2 embedding"}
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +81,7 @@ def exported(
     return folder, dict(zip(ways, states, strict=True))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.sweep] if way in SWEPT_WAYS else []) for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_peft_loads_what_is_exported(way: str, exported: tuple[Path, dict[str, dict[str, Any]]], base: str) -> None:
     folder, states = exported
     output = folder / way
@@ -109,15 +103,9 @@ class Two(adapters.Adapted):
 
 
 def save_two(path: str) -> dict[str, torch.Tensor]:
-    import lightning.pytorch as pl
-
-    from lightning_shardckpt import ShardCkptIO
-    from tests.support import tiny
-
     pl.seed_everything(1, verbose=False)
-    run = tiny.trainer(FSDP, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(adapters_only=True)])
-    run.fit(module := Two(options={"target_modules": ["q_proj"]}), tiny.loader())
-    run.save_checkpoint(path)
+    io = ShardCkptIO(adapters_only=True)
+    tiny.train(module := Two(options={"target_modules": ["q_proj"]}), FSDP, 1, save=path, plugins=[io])
     return {key.removeprefix("model/model."): value for key, value in tiny.full_state(module, []).items()}
 
 
@@ -205,20 +193,16 @@ def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Pa
         with pytest.raises(FormatError, match=message):
             export_adapters(checkpoint, output)
         small.put(checkpoint, "peft.json", original)
-    shard = checkpoint / small.SHARD
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    flip(checkpoint / small.SHARD, -1)
     with pytest.raises(CorruptionError, match="corrupted data"):
         export_adapters(checkpoint, output)
     assert not output.exists()
 
 
-def test_the_command_writes_a_folder_for_peft(checkpoint: Path, tmp_path: Path) -> None:
-    output = tmp_path / "adapter"
-    arguments = ["lightning_shardckpt.consolidate", str(checkpoint), "--format", "peft", "--output_file", str(output)]
-    run = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
-    again = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=60)
-    assert again.returncode == 1 and "already exists" in again.stderr
+def test_the_command_writes_a_folder_for_peft(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["consolidate", str(checkpoint), "--format", "peft", "--output_file", str(tmp_path / "adapter")]
+    assert main(arguments) == 0
+    assert sorted(os.listdir(tmp_path / "adapter")) == [CONFIG, WEIGHTS]
+    assert main(arguments) == 1 and "already exists" in capsys.readouterr().err
