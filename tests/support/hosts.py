@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.support.pool import ROOT, run_ranks
+from tests.support.pool import run_ranks
 
 _CABLE = "cable"
 _KINDS = ("user", "uts", "net", "mnt")  # the user namespace gives the rights to enter the others
@@ -141,33 +138,3 @@ def _on_its_host(hosts: Hosts, each: int, port: int, fn: Callable[..., Any], arg
 def this_host() -> int:
     """On which host the calling rank is."""
     return int(os.environ["NODE_RANK"])
-
-
-Launcher = Callable[[int, Hosts, int], list[str]]
-"""Of the host, both, and a port."""
-
-
-@contextmanager
-def launched(hosts: Hosts, script: Path, *args: str, launcher: Launcher | None = None) -> Any:
-    """Start a script on both hosts, as a user would; gives the two processes, which are killed at the end.
-
-    ``launcher``: gives what stands before the script; by default Lightning's own launcher is used.
-    """
-    port = free_port()
-    with ExitStack() as stack:
-        processes = []
-        for host in range(2):
-            before = [sys.executable] if launcher is None else launcher(host, hosts, port)
-            env = os.environ | hosts.environment(host, port) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            command = hosts.on(host, [*before, str(script), *args])
-            streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
-            stack.callback(_end, process)
-            processes.append(process)
-        yield processes
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()

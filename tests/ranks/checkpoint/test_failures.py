@@ -183,7 +183,7 @@ def killed(folder: str, point: str, who: int) -> tuple[str, str, list[float]]:
     return *raised(lambda: scene.act(point, die, 2)), scene.stored()
 
 
-KILLED = (("describe", 2), ("publish", 0), ("read", 1))
+KILLED = (("publish", 0), ("read", 1))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,18 +18,16 @@ import pytest
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from tests.support.pool import run_ranks
-from tests.sweeps.faults import dcp, saves
+from tests.sweeps.faults import saves
 from tests.sweeps.faults.disk import full_disks
 from tests.sweeps.faults.flips import FORMATS, Noticed, flips, summary
-from tests.sweeps.faults.inject import NO_FAULT, Change, Interposer
+from tests.sweeps.faults.inject import Change, Interposer
 from tests.sweeps.faults.powerloss import losses
 from tests.sweeps.faults.saves import FULL_DISKS
 from tests.sweeps.faults.trial import (
     ERRNOS,
     Found,
     Outcome,
-    Scenario,
-    action,
     errors,
     kills,
     prepared,
@@ -103,20 +100,7 @@ def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or
     assert "old" in found and trials > 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWO[::8])
-def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_whatever_they_do(name: str) -> None:
-    _, trials, wrong = in_a_fork(swept, name, "kills", 13)
-    assert wrong == [] and trials > 1  # fewer without syncs
-
-
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("name", QUICK[:2])
-def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
-    _, trials, wrong = in_a_fork(swept, name, "errors", 23)
-    assert without_names(wrong) == [] and trials > 10
 
 
 @pytest.mark.parametrize("name", one_in_eight(ALONE[1::2]))
@@ -130,7 +114,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert wrong == [] and trials > 10
 
 
-@pytest.mark.parametrize("name", one_in_eight(ALONE[::2]))
+@pytest.mark.parametrize("name", [*QUICK[:2], *one_in_eight(ALONE[::2])])
 def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
     _, trials, wrong = in_a_fork(swept, name, "errors", 37)
     assert without_names(wrong) == [] and trials > 2
@@ -197,54 +181,6 @@ def test_a_flipped_bit_is_never_loaded_silently() -> None:
 # ── the harness itself ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def damaged(every: int) -> dict[str, set[Found]]:
-    return {each.name: {o.found for o in sweep(each, kills, every=every)} for each in dcp.SCENARIOS[:2]}
-
-
-@pytest.mark.slow
-def test_the_same_sweep_finds_what_torch_loses() -> None:
-    found = in_a_fork(damaged, 2)
-    assert "lost" in found["DCP, same directory, one file"]
-    assert {"lost", "mixed"} <= found["DCP, same directory, several files"]
-
-
-def in_place(root: str, ranks: Ranks, step: int, sure: bool = True) -> None:
-    """A save as it should not be: two files, one after the other."""
-    try:
-        for name in "ab":
-            (Path(root) / name).write_text(f"{step}")
-    except OSError:
-        if sure:
-            raise
-
-
-def in_place_found(root: str) -> Found:
-    found = {(Path(root) / name).read_text() for name in "ab"}
-    return "lost" if "" in found else "mixed" if len(found) > 1 else "old" if found == {"1"} else "new"
-
-
-def naive(sure: bool) -> list[str]:
-    def prepare(root: str, ranks: Ranks) -> None:
-        in_place(root, ranks, 1)
-
-    def act(root: str, ranks: Ranks) -> None:
-        in_place(root, ranks, 2, sure)
-
-    def repeat(root: str) -> None:
-        in_place(root, Ranks.alone(), 2)
-        (Path(root) / ".tmp-left").touch()
-
-    scenario = Scenario("naive", 1, prepare, act, in_place_found, repeat)
-    return problems([*sweep(scenario, kills), *sweep(scenario, errors)])
-
-
-def test_a_naive_save_is_convicted_of_everything() -> None:
-    wrong = "\n".join(in_a_fork(naive, False))
-    for kind in (": mixed: ", ": lost: ", ": undetected: ", ": next: left behind: "):
-        assert kind in wrong
-    assert ": undetected: " not in "\n".join(in_a_fork(naive, True))
-
-
 def audited(name: str) -> tuple[list[str], list[str]]:
     """What the interpreter says of the calls of an action, and what an interposer counted."""
     scenario, seen, listening = saves.scenario(name), list[str](), [False]
@@ -275,10 +211,3 @@ def test_no_call_escapes_the_harness(name: str) -> None:
     unaudited = ("write", "pwrite", "fsync", "renameat2", "posix_fallocate")
     assert seen == [call for call in counted if call not in unaudited]
     assert seen
-
-
-def returned(name: str) -> list[str]:
-    scenario = saves.scenario(name)
-    with scratch() as folder:
-        template, _ = prepared(scenario, folder)
-        return [end.how for end in action(scenario, template, f"{folder}/again/root", 0, NO_FAULT, False)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import MismatchError
 from tests.support import tiny
 from tests.support.fabrics import fabric_of
@@ -79,7 +78,6 @@ def alone(folder: str) -> None:
     saved = tied("wte", 1, fabric=fabric)
     expected = of_names(saved)
     fabric.save(folder + "/alone", {"optimizer": saved["optimizer"]})
-    assert all("_original_module" not in name for name in metadata(folder + "/alone", values=True).values or ())
     save(folder + "/two", {"gen": saved["model"], "disc": nn.Linear(2, 2), "optimizer": saved["optimizer"]})
     for name in ("alone", "two"):
         state = tied("lm_head", 2, steps=0, fabric=fabric)
@@ -91,46 +89,42 @@ def alone(folder: str) -> None:
 # ── ties ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-ORDERS = list(itertools.product(("wte", "lm_head"), repeat=2))
-
-
 def load_tied(folder: str) -> None:
-    """On any number of ranks: functions, Fabric and the Trainer's directories and files, in all orders."""
-    fabric = fabric_of("32-true") if dist.is_initialized() else None
-    for before, now in ORDERS if fabric is None else ORDERS[1:3]:
+    """Functions and Fabric, in both orders."""
+    fabric = fabric_of("32-true")
+    for before, now in (("wte", "lm_head"), ("lm_head", "wte")):
         saved = tied(before, 1, fabric=fabric)
-        expected = of_names(saved)
-        path = f"{folder}/{before}-{now}"
+        expected, path = of_names(saved), f"{folder}/{before}-{now}"
         save(path, saved)
-        for state in (tied(now, 2, steps=0, fabric=fabric), tied(now, 3, steps=1, fabric=fabric)):
-            load(path, state)
+        fabric.save(path + "-fabric", saved)
+        for number, door in enumerate((load, load, lambda path, state: fabric.load(path + "-fabric", state))):
+            state = tied(now, 2, steps=number % 2, fabric=fabric)
+            door(path, state)
             assert differing(of_names(state), expected) == []
-        if fabric is not None:
-            lone = tied(now, 4, steps=0, fabric=fabric)
-            fabric.load(path, {"optimizer": lone["optimizer"]})
-            load(path, {"model": lone["model"]})
-            assert differing(of_names(lone), expected) == []
-            fabric.save(path + "-fabric", saved)
-            state = tied(now, 2, steps=0, fabric=fabric)
-            fabric.load(path + "-fabric", state)
-            assert differing(of_names(state), expected) == []
-
-
-def test_a_tied_weight_has_one_state_whichever_name_is_registered_first(tmp_path: Path) -> None:
-    load_tied(str(tmp_path))
+        lone = tied(now, 4, steps=0, fabric=fabric)
+        fabric.load(path, {"optimizer": lone["optimizer"]})
+        load(path, {"model": lone["model"]})
+        assert differing(of_names(lone), expected) == []
 
 
 def of_a_trainer(folder: str) -> None:
     for name, strategy in (("sharded", {}), ("file", "ddp")):
-        trainer = tiny.trainer(strategy, max_steps=2)
-        module = Tied()
-        trainer.fit(module, tiny.loader())
-        expected = of_names({"model": module, "optimizer": trainer.optimizers[0]})
-        trainer.save_checkpoint(f"{folder}/{name}")
+        path = f"{folder}/{name}"
+        run = tiny.train(module := Tied(), strategy, 2, save=path)
+        expected = of_names({"model": module, "optimizer": run.optimizers[0]})
         for first in ("wte", "lm_head"):
             state = tied(first, 3, steps=0)
-            load(f"{folder}/{name}", {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]})
+            load(path, {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]})
             assert differing(of_names(state), expected) == []
+        again = tiny.trainer({}, max_steps=3)
+        with pytest.raises(MismatchError, match=r"optimizer 0  is of another class .* SGD has dampening, momentum"):
+            again.fit(OfSgd(), tiny.loader(), ckpt_path=path)
+        assert again.global_step == 0
+
+
+class OfSgd(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def save_stages(folder: str) -> None:
@@ -154,13 +148,14 @@ def save_stages(folder: str) -> None:
         save(folder + "/whole", whole_state, process_group=dist.new_group([0], use_local_synchronization=True))
         torch.save(expected, folder + "/expected.pt")
     dist.barrier()
+    weight = next(iter(parts.values())).weight
     for path in (folder + "/stages", folder + "/whole"):
         with torch.no_grad():
-            next(iter(parts.values())).weight.zero_()
-            its.state[next(iter(parts.values())).weight]["exp_avg"].zero_()
+            weight.zero_()
+            its.state[weight]["exp_avg"].zero_()
         load(path, mine)
         assert differing(whole(mine), found) == []
-    its.state[next(iter(parts.values())).weight]["exp_avg"] += me
+    its.state[weight]["exp_avg"] += me
     save(folder + "/apart", mine)
 
 
@@ -177,17 +172,14 @@ def test_a_tie_over_stages_that_was_stored_apart_is_one_again_if_its_state_is_th
 
 # ── optimizers of other classes ───────────────────────────────────────────────────────────────────────────────────
 
-OTHERS: list[Any] = [torch.optim.SGD, torch.optim.RMSprop]
 
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_settings_of_an_optimizer_of_another_class_are_not_taken(kind: Any, tmp_path: Path) -> None:
+def test_settings_of_an_optimizer_of_another_class_are_not_taken(tmp_path: Path) -> None:
     saved = tied("wte", 1)
     save(tmp_path / "a", saved)
     model = tied("wte", 2, steps=0)["model"]
-    state = {"model": model, "optimizer": kind(model.parameters(), lr=0.5)}
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
     before = whole(state)
-    told = rf"1 difference\n  optimizer 0  is of another class .* amsgrad.* {kind.__name__} has"
+    told = r"1 difference\n  optimizer 0  is of another class .* amsgrad.* SGD has"
     with pytest.raises(MismatchError, match=told):
         load(tmp_path / "a", state)
     assert differing(whole(state), before) == []
@@ -196,11 +188,10 @@ def test_settings_of_an_optimizer_of_another_class_are_not_taken(kind: Any, tmp_
     assert differing(whole(state), {"model": whole(saved["model"]), "optimizer": before["optimizer"]}) == []
 
 
-def test_an_optimizer_of_another_version_of_torch_or_with_other_schedulers_goes_on(tmp_path: Path) -> None:
-    """Settings that torch added, of schedulers, and of the user make no other class of it."""
+def test_an_optimizer_of_another_version_of_torch_goes_on(tmp_path: Path) -> None:
+    """Settings that torch added, and of the user, make no other class of it."""
     saved = tied("wte", 1)
     expected = whole(saved["optimizer"])
-    torch.optim.lr_scheduler.OneCycleLR(saved["optimizer"], 0.1, 9)
     group = saved["optimizer"].param_groups[0]
     del group["decoupled_weight_decay"], group["fused"]
     group["named"] = "all"
@@ -212,22 +203,6 @@ def test_an_optimizer_of_another_version_of_torch_or_with_other_schedulers_goes_
     found = whole(state["optimizer"])
     assert {k: found["param_groups"][0][k] for k in stored} == stored
     assert differing(found["state"], expected["state"]) == []
-    state = tied("wte", 2, steps=0)
-    torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
-    save(tmp_path / "b", tied("wte", 1))
-    load(tmp_path / "b", state)  # a scheduler was added: its initial_lr is nothing to tell
-    assert "initial_lr" in state["optimizer"].param_groups[0]
-
-
-def resume_with_another_optimizer(folder: str) -> None:
-    for name, strategy in (("sharded", {}), ("file", "ddp")):
-        trainer = tiny.trainer(strategy, max_steps=2)
-        trainer.fit(tiny.TinyLM("adamw"), tiny.loader())
-        trainer.save_checkpoint(f"{folder}/{name}")
-        again = tiny.trainer({}, max_steps=3)
-        with pytest.raises(MismatchError, match=r"optimizer 0  is of another class .* SGD has dampening, momentum"):
-            again.fit(tiny.TinyLM("momentum"), tiny.loader(), ckpt_path=f"{folder}/{name}")
-        assert again.global_step == 0
 
 
 # ── state dicts and objects ───────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +214,7 @@ def as_dicts(state: State) -> State:
 
 def state_dicts(folder: str) -> None:
     """A state dict and a module load into a state dict, and a state dict into no object."""
-    fabric = fabric_of("32-true") if dist.is_initialized() else None
+    fabric = fabric_of("32-true")
     state, other = tied("wte", 1, fabric=fabric), tied("wte", 2, fabric=fabric)
     dicts, expected = as_dicts(other), whole(as_dicts(state))
     save(f"{folder}/dicts", {**as_dicts(state), "step": 2})
@@ -255,10 +230,6 @@ def state_dicts(folder: str) -> None:
     with pytest.raises(MismatchError, match="'model', 'optimizer' there is a state dict"):
         load(f"{folder}/dicts", objects)
     assert differing(whole(objects), before) == []
-
-
-def test_state_dicts_load_into_state_dicts_and_not_into_objects(tmp_path: Path) -> None:
-    state_dicts(str(tmp_path))
 
 
 def test_an_object_is_not_filled_from_another_one_than_the_state_dict_in_its_place(tmp_path: Path) -> None:
@@ -277,8 +248,7 @@ def test_an_object_is_not_filled_from_another_one_than_the_state_dict_in_its_pla
 ON_TWO_RANKS = {
     "an optimizer alone finds its parameters by the names of a module": alone,
     "a tied weight has one state whichever name is registered first": load_tied,
-    "functions load a tied weight with its state from a Trainer's checkpoint": of_a_trainer,
-    "a Trainer does not resume an optimizer of another class": resume_with_another_optimizer,
+    "functions load a tied weight from a Trainer's checkpoint; a Trainer no optimizer of another class": of_a_trainer,
     "state dicts load into state dicts": state_dicts,
 }
 """What each function asserts, in a folder of its own."""
