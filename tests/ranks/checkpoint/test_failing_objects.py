@@ -1,4 +1,4 @@
-"""Objects that can't take what was loaded, on one rank alone: all ranks raise, and none goes on without the others."""
+"""Objects that can't be saved or can't take what was loaded, on one rank alone: all ranks raise."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning import Fabric
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.pool import run_ranks
 
@@ -80,6 +84,26 @@ def load_each(folder: str) -> dict[tuple[str, str], str]:
 
 
 FAILURES = {"object": "loading the rest of", "optimizer": "reading checkpoint", "module": "", "tuple": ""}
+
+
+def disagree(path: str) -> list[str]:
+    """A tensor has other shapes on other ranks; a rank lacks a key of a sharded tensor."""
+    rank, said, mesh = dist.get_rank(), list[str](), init_device_mesh("cpu", (3,))
+    sharded = {name: distribute_tensor(torch.ones(50, 9), mesh, [Shard(0)]) for name in "abc"}
+    if rank == 1:
+        del sharded["b"]
+    for tensors in ({"a": torch.zeros(rank + 1)}, sharded):
+        with pytest.raises((FormatError, MismatchError)) as raised:
+            save(path, {"model": nn.ParameterDict(tensors)})
+        said.append(str(raised.value))
+    return said
+
+
+def test_ranks_that_hold_what_does_not_fit_together_are_named_on_all(tmp_path: Path) -> None:
+    for shapes, lacking in run_ranks(3, disagree, str(tmp_path / "a.ckpt")):
+        assert "'a'" in shapes and "(1,)" in shapes and "(2,)" in shapes
+        assert "model: the boxes of 'b'" in lacking and "none of the ranks ((0, 1), (2, 3)) has the box" in lacking
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_fails_on_one_rank_while_it_is_loaded_fails_on_all(tmp_path: Path) -> None:

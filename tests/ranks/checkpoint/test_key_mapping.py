@@ -9,12 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_shardckpt import Pipeline, ShardCkptIO, load, save
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -129,31 +127,6 @@ def test_functions_leave_out_the_optimizer_state_with_the_tensor(tmp_path: Path)
     load(tmp_path / "a", live, key_mapping={"head.weight": None}, strict=False)
     expected |= {key: before[key] for key in before if "head.weight" in key and "/lr" not in key}
     assert tiny.differences(of(live), expected) == []
-
-
-def in_fabric(folder: str) -> list[str]:
-    def script(seed: int, *, other: bool = False) -> tuple[Any, dict[str, Any]]:
-        io = ShardCkptIO(key_mapping={"^body": "trunk"}) if other else ShardCkptIO()
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(), plugins=[io])
-        fabric.launch()
-        state = trained(seed)
-        if other:
-            state["model"].trunk = state["model"].body
-            del state["model"].body
-        model, optimizer = fabric.setup(state["model"], state["optimizer"])
-        return fabric, {"model": model, "optimizer": optimizer}
-
-    fabric, stored = script(1)
-    fabric.save(f"{folder}/a", stored)
-    expected = tiny.full_state(stored["model"].module, [stored["optimizer"].optimizer])
-    fabric, live = script(2, other=True)
-    fabric.load(f"{folder}/a", live)
-    found = tiny.full_state(live["model"].module, [live["optimizer"].optimizer])
-    return tiny.differences(found, {key.replace("body", "trunk"): value for key, value in expected.items()})
-
-
-def test_fabric_maps_names_too(tmp_path: Path) -> None:
-    assert run_ranks(2, in_fabric, str(tmp_path)) == [[], []]
 
 
 def wrong(path: str) -> list[str]:

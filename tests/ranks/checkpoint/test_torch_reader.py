@@ -31,26 +31,14 @@ def net() -> nn.Module:
 
 def save(path: str, size_per_shard: float) -> State:
     """On 4 ranks, FSDP2 over tensor parallelism with uneven dims; returns the whole state."""
-    from lightning_shardckpt.checkpoint import checkpoint
-    from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
-    from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.state.model import model_leaves
-    from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+    import lightning_shardckpt
 
     whole = {name: tensor.clone() for name, tensor in net().state_dict().items()}
     module, mesh = net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(module, mesh=mesh["shard"])
-    leaves, _ = model_leaves(module.state_dict(), module)
-    optimizer = Leaves({f"0/{k}/exp_avg": torch.zeros_like(t) for k, t in leaves.tensors.items()})
-    own = {"callbacks/ema": torch.zeros(3000)}
-    checkpoint.save(
-        path,
-        lambda: Snapshot({"model": leaves, "optimizer": optimizer, "trainer": Leaves()}, own, {}),
-        ranks=Ranks.of_default_group(60),
-        run=RunInfo(),
-        options=SaveOptions(size_per_shard),
-    )
+    state = {"model": module, "optimizer": torch.optim.SGD(module.parameters()), "average": torch.zeros(3000)}
+    lightning_shardckpt.save(path, state, size_per_shard=size_per_shard)
     return whole
 
 

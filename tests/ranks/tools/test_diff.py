@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_shardckpt.tools.diff import diff, is_same
 from tests.support.faults import flip
 from tests.support.pool import run_ranks
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 KINDS: dict[str, tuple[tuple[int, ...], torch.dtype, Any]] = {
     "rows": ((13, 7), torch.float32, Shard(0)),
     "columns": ((13, 7), torch.float64, Shard(1)),
@@ -178,15 +177,3 @@ def test_step_topology_and_values_are_compared(saved: Path, capsys: pytest.Captu
     assert main(["diff", str(saved / "a.ckpt"), str(saved / "changed.ckpt")]) == 1
     out = capsys.readouterr().out
     assert re.search("optimizer/0/param_groups/0/lr +0.5 +0.1", out) and max(map(len, out.splitlines())) < 120
-
-
-# ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"a": 1.7e308, "b": -1.7e308}
-    paths = [alone(tmp_path / n, {"x": torch.tensor([v], dtype=torch.float64)}) for n, v in values.items()]
-    assert main(["diff", *map(str, paths), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]["different"]
-    assert (found["largest"], found["relative"]) == (None, None)
-    assert main(["diff", *map(str, paths)]) == 1
