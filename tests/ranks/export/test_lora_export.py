@@ -177,19 +177,14 @@ def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Pa
     with pytest.raises(FileExistsError, match="does not exist yet or is empty"):
         export_adapters(checkpoint, tmp_path / "taken")
 
-    def kind(value: Any) -> None:
-        config = json.loads(value["adapters"][0]["config"])
-        value["adapters"][0]["config"] = json.dumps(config | {"peft_type": "IA3"})
-
-    def outside(value: Any) -> None:
-        value["adapters"][0]["name"] = "../../x"
-
-    def empty(value: Any) -> None:
-        value["adapters"][0]["prefix"] = "net."
-
-    for change, message in ((kind, "'IA3'; only LORA"), (outside, "name or root"), (empty, "no tensors of adapter")):
+    config = json.loads(json.loads((checkpoint / "peft.json").read_text())["adapters"][0]["config"])
+    for changed, message in (
+        ({"config": json.dumps(config | {"peft_type": "IA3"})}, "'IA3'; only LORA"),
+        ({"name": "../../x"}, "name or root"),
+        ({"prefix": "net."}, "no tensors of adapter"),
+    ):
         original = (checkpoint / "peft.json").read_bytes()
-        small.edit(checkpoint, "peft.json", change)
+        small.edit(checkpoint, "peft.json", lambda value, changed=changed: value["adapters"][0].update(changed))
         with pytest.raises(FormatError, match=message):
             export_adapters(checkpoint, output)
         small.put(checkpoint, "peft.json", original)

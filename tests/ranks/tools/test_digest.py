@@ -16,7 +16,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.tools.digest import digest
 from tests.support import zoo
-from tests.support.pool import run_ranks
+from tests.support.hub import model_of
 
 MEANING = ("tensors", "components", "optimizer_values", "whole")
 
@@ -28,44 +28,14 @@ def meaning(path: Path, **options: Any) -> dict[str, Any]:
     return {**{key: found[key] for key in MEANING}, "tensors": tensors}
 
 
-def save_zoo(folder: str) -> None:
-    zoo.save(f"{folder}/zoo.ckpt")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saves of one state: zoo by 4 ranks, alone by one."""
-    folder = tmp_path_factory.mktemp("digests")
-    run_ranks(4, save_zoo, str(folder))
-    zoo.save(str(folder / "alone.ckpt"))
-    return folder
-
-
-def test_it_is_that_of_the_bytes_of_whole_tensors_on_any_topology(saved: Path) -> None:
-    computed = meaning(saved / "zoo.ckpt")
-    names = {name for component, name in computed["tensors"] if component == "model"}
-    assert names == {*zoo.whole_tensors(), "tied.float64"}
-    assert computed == meaning(saved / "alone.ckpt")
-    tensors = {**zoo.whole_tensors(), "tied.float64": zoo.whole_tensors()["rows.float64"]}
-    expected = {name: xxhash.xxh3_64_hexdigest(bytes(host_bytes(tensor))) for name, tensor in tensors.items()}
-    assert {t["name"]: t["digest"] for key, t in computed["tensors"].items() if key[0] == "model"} == expected
-
-
 @pytest.mark.slow
 def test_a_hugging_face_export_has_them_by_its_own_names(tmp_path: Path) -> None:
-    """Of a model whose experts are stacked, which an export takes apart, and whose embeddings are tied."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=20, num_hidden_layers=1, num_local_experts=3, tie_word_embeddings=True, **sizes)
-    wrapped = torch.nn.ModuleDict({"net": MixtralForCausalLM(config)})
+    """Of a model whose experts are stacked, which an export takes apart."""
+    wrapped = torch.nn.ModuleDict({"net": model_of("mixtral")})
     lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": wrapped})
     consolidate(tmp_path / "a.ckpt", tmp_path / "hf", format="huggingface")
-    stored, named, exported = (
-        digest(tmp_path / "a.ckpt"),
-        digest(tmp_path / "a.ckpt", names="huggingface"),
-        digest(tmp_path / "hf"),
-    )
+    stored, named = (digest(tmp_path / "a.ckpt", names=names) for names in ("stored", "huggingface"))
+    exported = digest(tmp_path / "hf")
     assert len({t["name"] for t in named["tensors"]} - {t["name"].removeprefix("net.") for t in stored["tensors"]}) >= 9
     key = lambda t: t["name"]  # noqa: E731
     assert sorted(named["tensors"], key=key) == sorted(exported["tensors"], key=key)
@@ -73,16 +43,18 @@ def test_a_hugging_face_export_has_them_by_its_own_names(tmp_path: Path) -> None
 
 
 def test_the_command_shows_them(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = digest(saved / "zoo.ckpt")
-    assert main(["digest", str(saved / "zoo.ckpt"), "--tensors", "rows.*"]) == 0
+    expected = digest(saved)
+    tensors = {**zoo.whole_tensors(), "tied.float64": zoo.whole_tensors()["rows.float64"]}
+    found = {t["name"]: t["digest"] for t in expected["tensors"] if t["component"] == "model"}
+    assert found == {name: xxhash.xxh3_64_hexdigest(bytes(host_bytes(tensor))) for name, tensor in tensors.items()}
+    assert main(["digest", str(saved), "--tensors", "rows.*"]) == 0
     output = capsys.readouterr().out
     assert expected["whole"] in output and "columns.large" not in output
-    assert main(["digest", str(saved / "zoo.ckpt"), "--json"]) == 0
+    assert main(["digest", str(saved), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["components"] == expected["components"]
-    assert main(["digest", str(saved / "alone.ckpt"), "--names", "huggingface"]) == 1
-    assert "model of transformers" in capsys.readouterr().err
-    assert main(["digest", str(saved / "zoo.ckpt"), "--tensors", "row.*"]) == 1
-    assert "no tensor whose name matches 'row.*'" in capsys.readouterr().err
+    for arguments, said in ((["--names", "huggingface"], "model of transformers"), (["--tensors", "row.*"], "'row.*'")):
+        assert main(["digest", str(saved), *arguments]) == 1
+        assert said in capsys.readouterr().err
 
 
 def save_stepped(path: Path, *, reverse: bool = False, **changes: Any) -> None:

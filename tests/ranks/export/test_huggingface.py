@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt import ShardCkptIO, load_keys
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.export.safetensors_export import export_beside
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.faults import in_small_windows
 from tests.support.hub import Causal, Wrapped, llama, model_of
@@ -30,53 +34,27 @@ TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}
 
 
-def built(kind: str) -> Any:
-    """A tiny model with random weights; of BERT the model alone."""
-    import transformers
-
-    model = model_of(kind)
-    return transformers.BertModel(model.config) if kind == "bert" else model
-
-
-class Trained(Causal):
-    def configure_model(self) -> None:
-        if self.kind != "bert":
-            super().configure_model()
-        elif not hasattr(self, "model"):
-            self.model, self.head = built(self.kind), nn.Linear(16, tiny.VOCABULARY)
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        if self.kind != "bert":
-            return super().training_step(batch, index)
-        (tokens,) = batch
-        hidden = self.model(input_ids=tokens).last_hidden_state
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
-
-
 def train(kind: str, strategy: Any, path: str) -> dict[str, Any]:
-    """This rank's weights when training is done, whole."""
+    """This rank's weights when training is done, whole; the checkpoint has its export inside."""
     pl.seed_everything(1)
-    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
-    run.fit(module := Trained(kind), tiny.loader())
-    run.save_checkpoint(path)
+    io = ShardCkptIO(export="huggingface", use_async=kind == "llama-tied")
+    tiny.train(module := Causal(kind), strategy, 2, save=path, plugins=[io])
+    io.wait()
     return {k: t for k, t in tiny.full_state(module, []).items() if k.startswith("model/")}
 
 
-def from_pretrained(folder: Path, kind: str = "") -> Any:
+def from_pretrained(folder: Path) -> Any:
     """The model that transformers makes of a directory, if it has nothing to complain of."""
     import transformers
 
-    auto = transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM
-    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert {k: v for k, v in info.items() if v} == {}
     return model.eval()
 
 
 def answers(model: Any) -> torch.Tensor:
-    tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
-        found = model.eval()(input_ids=tokens)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+        return model.eval()(input_ids=torch.arange(24).view(2, 12)).logits  # type: ignore[no-any-return]
 
 
 WAYS = {
@@ -84,7 +62,6 @@ WAYS = {
     "tied llama, pp2": ("llama-tied", PP),
     "tied llama": ("llama-tied", {}),
     "mixtral, pp2": ("mixtral", PP),
-    "bert": ("bert", {}),
     "gpt2": ("gpt2", {}),
     "qwen3-moe": ("qwen3-moe", {}),
 }
@@ -105,17 +82,20 @@ def test_from_pretrained_loads_what_was_trained_and_answers_the_same(
 ) -> None:
     kind, path = WAYS[way][0], trained[0] / way
     weights = {k: t for rank in trained[1][way] for k, t in rank.items()}
-    judge = built(kind)
+    judge = model_of(kind)
     own = {k.removeprefix("model/model."): t for k, t in weights.items() if k.startswith("model/model.")}
     missing, unexpected = judge.load_state_dict(own, strict=False)
     assert unexpected == [] and set(missing) <= {"lm_head.weight"}
     judge.tie_weights()
     whole = consolidate(path, tmp_path / "whole", format="huggingface")
+    beside = {file.name: file.read_bytes() for file in (path / "huggingface").iterdir()}
+    assert beside == {file.name: file.read_bytes() for file in whole.iterdir()}
+    assert verify(path).findings == () and not list(path.glob(".*"))
     chunks = consolidate(path, tmp_path / "chunks", format="huggingface", size_per_shard=0.01)
     assert len(list(chunks.glob("model-*.safetensors"))) > 1
     expected = answers(judge)
     for folder in (whole, chunks):
-        found = from_pretrained(folder, kind)
+        found = from_pretrained(folder)
         assert tiny.differences(judge.state_dict(), found.state_dict()) == []
         assert torch.equal(answers(found), expected)
     judge.save_pretrained(tmp_path / "judge")
@@ -138,7 +118,7 @@ def saved(module: nn.Module, path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["llama-tied", "mixtral"])
 def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: Path) -> None:
-    model = built(kind)
+    model = model_of(kind)
     folder = consolidate(saved(Wrapped(model), tmp_path / "a.ckpt"), format="huggingface", dtype="bfloat16")
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     found = from_pretrained(folder)
@@ -148,7 +128,7 @@ def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: P
 
 def test_experts_are_cut_apart_alike_in_windows_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"dtype": "float64", "size_per_shard": 0.005}
-    path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
+    path = saved(Wrapped(model_of("mixtral")), tmp_path / "a.ckpt")
     found = []
     for name, tuning in (("a", TUNING), *((str(n), in_small_windows(monkeypatch, n)) for n in (200, 72))):
         folder = write_export(path, tmp_path / name, Options(format="huggingface", **options), tuning=tuning)
@@ -210,3 +190,98 @@ def test_a_document_with_other_boxes_than_the_tensors_is_refused(part: Any, tmp_
     with pytest.raises(FormatError, match=r"the parts of 'model\.norm\.weight', \(16,\), do not tile it"):
         consolidate(path, format="huggingface")
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+# ── exports that follow saves ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved_equal(path: str, step: int, io: ShardCkptIO | None = None, **options: Any) -> ShardCkptIO:
+    """Save a Llama whose weights are all equal to ``step``."""
+    module, io = Wrapped(model_of("llama")), io or ShardCkptIO(**options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float(step))
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": step}, path)
+    return io
+
+
+def test_a_disk_that_is_full_for_the_export_is_a_warning_and_leaves_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.ckpt"
+    saved_equal(str(path), 1)
+    before = {file.name for file in path.iterdir()}
+    fsync = os.fsync
+
+    def full(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith("/model.safetensors"):
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match=r"not exported for transformers: .*a\.ckpt.*No space left on device"):
+        saved_equal(str(path), 2, export="huggingface").wait()
+    assert verify(path).findings == ()
+    assert {file.name for file in path.iterdir()} == before
+    assert dict(load_keys(path, ["model.lm_head.weight"]))["model.lm_head.weight"].unique().tolist() == [2.0]
+
+
+def test_the_next_save_waits_for_the_export_and_a_removal_takes_it_along(tmp_path: Path) -> None:
+    io = saved_equal(str(tmp_path / "a.ckpt"), 1, export="huggingface")
+    saved_equal(str(tmp_path / "b.ckpt"), 2, io)
+    assert (tmp_path / "a.ckpt" / "huggingface" / "config.json").exists()
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    io.wait()
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+
+
+def test_a_module_without_a_model_of_transformers_is_saved_with_a_warning(tmp_path: Path) -> None:
+    io, module = ShardCkptIO(export="huggingface"), torch.nn.Linear(2, 2)
+    io.attach(Ranks.alone(), module, {})
+    with pytest.warns(UserWarning, match="not exported for transformers: .* no model of transformers"):
+        io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
+        io.wait()
+    assert verify(tmp_path / "a.ckpt").findings == ()
+    with pytest.raises(ValueError, match='export is "huggingface" or None'):
+        ShardCkptIO(export="onnx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="adapters_only leaves out the base model"):
+        ShardCkptIO(export="huggingface", adapters_only=True)
+
+
+def test_an_export_in_a_store_is_of_the_checkpoint_beside_it_and_goes_with_it(tmp_path: Path) -> None:
+    url, store = f"memory:/{tmp_path}/a.ckpt", fsspec.filesystem("memory")
+
+    def export() -> list[str]:
+        return sorted(name.rpartition("/")[2] for name in store.find(f"{url}/huggingface"))
+
+    for step in (1, 2):
+        saved_equal(url, step, export="huggingface").wait()
+        assert {"config.json", "model.safetensors"} <= {*export()} and verify(url).findings == ()
+        store.get(f"{url}/huggingface", str(tmp_path / f"copy{step}"), recursive=True)
+        found = from_pretrained(tmp_path / f"copy{step}").state_dict()
+        assert {tensor.unique().item() for tensor in found.values()} == {float(step)}
+    saved_equal(url, 3)
+    assert export() == [] and verify(url).findings == ()
+    saved_equal(url, 4, export="huggingface").wait()
+    assert export() != []
+    ShardCkptIO().remove_checkpoint(url)
+    assert store.find(url) == []
+
+
+def test_an_export_of_a_checkpoint_that_was_replaced_meanwhile_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = str(tmp_path / "a.ckpt"), os.fsync
+
+    def replacing(file: int) -> None:
+        fsync(file)
+        if os.readlink(f"/proc/self/fd/{file}").endswith("/config.json"):  # the last one
+            monkeypatch.undo()
+            saved_equal(path, 2)
+
+    saved_equal(path, 1)
+    monkeypatch.setattr(os, "fsync", replacing)
+    with pytest.raises(CheckpointNotFoundError, match="another process replaced it"):
+        export_beside(path, ShardCkptIO().storage)
+    assert not os.path.exists(f"{path}/huggingface") and verify(path).findings == ()
