@@ -154,16 +154,3 @@ def put_header(folder: Path, change: Callable[[bytes], bytes], data: Callable[[b
         value["files"][SHARD] = [len(header) + len(rest), checksum(header)]
 
     edit(folder, INDEX, note)
-
-
-def put_header_json(folder: Path, change: Edit) -> None:
-    """Edit the JSON of the first shard file's header; its length stays a multiple of 8, as the data need it."""
-
-    def changed(header: bytes) -> bytes:
-        value = json.loads(header[8:])
-        change(value)
-        text = json.dumps(value, separators=(",", ":")).encode()
-        text += b" " * (len(header) - 8 - len(text))
-        return len(text).to_bytes(8, "little") + text
-
-    put_header(folder, changed)

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalDraft, LocalReader, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
 
 
@@ -100,7 +100,7 @@ def complete(directory: str) -> set[str]:
 
 
 class Gated(LocalStorage):
-    """The file system, behind a gate that can be shut; and an action at one point of a save, once."""
+    """The file system, behind a gate that can be shut; and an action at one point of a save or a load, once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,14 @@ class Gated(LocalStorage):
         self.looks.append(complete(os.path.dirname(path)))
         self.reached.set()
         assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        self.act(point, path)
+
+    def act(self, point: str, path: str) -> None:
         self.faults.pop((point, os.path.basename(path)), lambda: None)()
+
+    def open(self, path: str) -> Any:
+        self.act("open", path)
+        return ActingReader(super().open(path), self, path)
 
     @contextmanager
     def shut(self) -> Iterator[None]:
@@ -167,6 +174,10 @@ class GatedDraft:  # holds what the writing thread does; ``begin`` is of the thr
     def __init__(self, draft: LocalDraft, storage: Gated, path: str) -> None:
         self._draft, self._storage, self._path = draft, storage, path
 
+    def begin(self) -> Any:
+        self._storage.act("begin", self._path)
+        return self._draft.begin()
+
     def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         self._storage.reach("write", self._path)
         self._draft.write(name, parts, nbytes=nbytes)
@@ -177,6 +188,19 @@ class GatedDraft:  # holds what the writing thread does; ``begin`` is of the thr
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._draft, name)
+
+
+class ActingReader:
+    def __init__(self, reader: LocalReader, storage: Gated, path: str) -> None:
+        self._reader, self._storage, self._path = reader, storage, path
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        if name.endswith(".safetensors") and offset > 8:  # headers are read before, while ranks compare
+            self._storage.act("read", self._path)
+        self._reader.read_into(name, offset, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
 
 
 def disk_error() -> None:

@@ -67,7 +67,7 @@ _POWER = (
     "test_a_loss_of_power_leaves_the_old_or_the_new_state_and_the_new_one_after_a_save"
 )
 _BACKGROUND = (
-    "ranks/checkpoint/test_async.py::"
+    "ranks/checkpoint/test_failures.py::"
     "test_what_fails_in_the_background_is_raised_once_on_all_ranks_and_nothing_is_lost"
 )
 
@@ -138,11 +138,11 @@ MUTATIONS = (
              "checkpoint/save_job.py",
              "self._content = replace(live, tensors=dict(zip(live.tensors, copies, strict=True)))",
              "self._content = live",
-             ("ranks/checkpoint/test_async.py::"
+             ("ranks/checkpoint/test_failures.py::"
               "test_a_save_returns_before_anything_is_written_and_holds_the_values_of_the_call",)),
     Mutation("waiting for saves returns before they are committed", DURABLE, "checkpoint/background.py",
              "while self._jobs and self._is_alive():", "while False:",
-             ("ranks/checkpoint/test_async.py::"
+             ("ranks/checkpoint/test_failures.py::"
               "test_a_save_waits_until_the_one_before_is_complete_and_reuses_its_memory",)),
     Mutation("an error of the writing thread is swallowed", RANKS, "checkpoint/background.py",
              "                failure = error\n            except BaseException",
@@ -150,7 +150,7 @@ MUTATIONS = (
     Mutation("a checkpoint is deleted before the save that replaces it is committed", ATOMIC,
              "checkpoint/background.py", "        if self._jobs:\n            self.follow",
              "        if False:\n            self.follow",
-             ("ranks/checkpoint/test_async.py::test_a_removal_waits_for_the_save_before_it",)),
+             ("ranks/checkpoint/test_failures.py::test_a_removal_waits_for_the_save_before_it",)),
     Mutation("a checkpoint is deleted although the save that was to replace it failed", ATOMIC,
              "checkpoint/background.py", "        if self._failure() is not None:\n            self.note",
              "        if False:\n            self.note", (_BACKGROUND,)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from tests.support.pool import run_ranks
 from tests.sweeps.faults import saves
 from tests.sweeps.faults.disk import full_disks
-from tests.sweeps.faults.flips import FORMATS, Noticed, flips, summary
 from tests.sweeps.faults.inject import Change, Interposer
 from tests.sweeps.faults.powerloss import losses
 from tests.sweeps.faults.saves import FULL_DISKS
@@ -162,20 +160,6 @@ def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix() -> No
     _, wrong = in_a_fork(lost, "save without syncs over an older one, 1 rank", None, 243)
     assert any(": lost in " in said for said in wrong)
     assert not any(": mixed in " in said for said in wrong)
-
-
-# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def flipped(every: int) -> list[Counter[Noticed]]:
-    """Of torch's DCP, whose loads take longest, a fifth will do."""
-    return [summary(flips(kind, every=5 * every if "DCP" in kind.name else every)) for kind in FORMATS]
-
-
-def test_a_flipped_bit_is_never_loaded_silently() -> None:
-    ours, *others = in_a_fork(flipped, 23)
-    assert "silent" not in ours and ours["detected"] > 100
-    assert any("silent" in other for other in others)
 
 
 # ── the harness itself ────────────────────────────────────────────────────────────────────────────────────────────
