@@ -205,17 +205,9 @@ def state_dicts(folder: str) -> None:
     assert differing(whole(objects), before) == []
 
 
-ON_TWO_RANKS = {
-    "an optimizer alone finds its parameters by the names of a module": alone,
-    "a tied weight has one state whichever name is registered first": load_tied,
-    "functions load a tied weight from a Trainer's checkpoint; a Trainer no optimizer of another class": of_a_trainer,
-    "state dicts load into state dicts": state_dicts,
-}
-"""What each function asserts, in a folder of its own."""
-
-
 def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) -> None:
-    for number in range(len(ON_TWO_RANKS)):
-        (tmp_path / str(number)).mkdir()
-    folders = {fn: str(tmp_path / str(number)) for number, fn in enumerate(ON_TWO_RANKS.values())}
-    run_each({name: (2, fn, folders[fn]) for name, fn in ON_TWO_RANKS.items()})
+    """Each function asserts what it loads, in a folder of its own."""
+    functions = (alone, load_tied, of_a_trainer, state_dicts)
+    for fn in functions:
+        (tmp_path / fn.__name__).mkdir()
+    run_each({fn.__name__: (2, fn, str(tmp_path / fn.__name__)) for fn in functions})

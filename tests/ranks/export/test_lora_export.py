@@ -24,7 +24,7 @@ from lightning_shardckpt.state.peft import adapters_from_json, adapters_of, adap
 from tests.support import adapters, small, tiny
 from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.faults import flip
-from tests.support.pool import run_ranks, selected
+from tests.support.pool import run_ranks
 
 __all__ = ["base"]  # a fixture
 EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}
@@ -65,29 +65,18 @@ WAYS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def exported(
-    request: pytest.FixtureRequest, base: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The folder of the exports, and the state of each way that is selected."""
-    folder = tmp_path_factory.mktemp("exported")
-    ways = selected(request, "way")
-    runs = []
-    for way, (strategy, only, options) in ((way, WAYS[way]) for way in ways):
-        # frozen weights of the base are in the states, too, so that the oracle has them
-        more = {"options": options, "io": {"adapters_only": only}}
-        runs.append((strategy, {"base": base, "save": str(folder / f"{way}.ckpt"), **more}))
+def test_peft_loads_what_is_exported(base: str, tmp_path: Path) -> None:
+    # frozen weights of the base are in the states, too, so that the oracle has them
+    runs = [
+        (strategy, {"base": base, "save": f"{tmp_path}/{way}.ckpt", "options": options, "io": {"adapters_only": only}})
+        for way, (strategy, only, options) in WAYS.items()
+    ]
     states = [whole(list(ranks)) for ranks in zip(*run_ranks(2, fit_each, runs), strict=True)]
-    return folder, dict(zip(ways, states, strict=True))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_peft_loads_what_is_exported(way: str, exported: tuple[Path, dict[str, dict[str, Any]]], base: str) -> None:
-    folder, states = exported
-    output = folder / way
-    assert export_adapters(folder / f"{way}.ckpt", output) == [output]
-    assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
-    run_ranks(1, compare_with_peft, str(output), base, states[way], WAYS[way][2])
+    for way, state in zip(WAYS, states, strict=True):
+        output = tmp_path / way
+        assert export_adapters(tmp_path / f"{way}.ckpt", output) == [output]
+        assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
+        run_ranks(1, compare_with_peft, str(output), base, state, WAYS[way][2])
 
 
 class Two(adapters.Adapted):

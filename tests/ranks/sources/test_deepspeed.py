@@ -10,7 +10,6 @@ import hashlib
 import pickle
 import shutil
 import subprocess
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -24,9 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load
+from lightning_shardckpt import load
 from lightning_shardckpt import open as open_checkpoint
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import ShardCkptError
+from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
 PACKED = ROOT / "tests" / "golden" / "deepspeed-0.19.zip"
@@ -128,19 +129,8 @@ def test_each_rank_of_another_topology_gets_its_parts(golden: Path) -> None:
 
 
 def continued(path: str) -> dict[str, Tensor]:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ShardedStrategy(data_parallel_shard_size=2),
-        plugins=[ShardCkptIO()],
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Lit()
-    trainer.fit(module, ckpt_path=path)
+    trainer = tiny.trainer({"data_parallel_shard_size": 2}, max_epochs=2)
+    trainer.fit(module := Lit(), ckpt_path=path)
     assert (trainer.current_epoch, trainer.global_step) == (2, 8)
     return {f"{name}/fp32": whole(parameter) for name, parameter in module.named_parameters()}
 
@@ -154,10 +144,7 @@ def test_a_run_of_lightnings_strategy_ends_as_deepspeed_would_have_ended_it(gold
 def test_commands_read_it_too(golden: Path, tmp_path: Path) -> None:
     with open_checkpoint(golden / "zero3") as checkpoint:
         assert torch.equal(checkpoint["up.weight"][30:], loaded(str(golden / "zero3"), False)["up.weight/fp32"][30:])
-    output = tmp_path / "out.pt"
-    command = [sys.executable, "-m", "lightning_shardckpt.consolidate", str(golden / "lightning.ckpt")]
-    subprocess.run([*command, "--output_file", str(output)], check=True, capture_output=True, timeout=120)
-    state = torch.load(output, weights_only=False)
+    state = torch.load(consolidate(golden / "lightning.ckpt", tmp_path / "out.pt"), weights_only=False)
     assert state["global_step"] == 4 and state["optimizer_states"][0]["state"] and len(state["state_dict"]) == 6
 
 
