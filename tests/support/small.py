@@ -141,16 +141,3 @@ def edit(folder: Path, name: str, change: Edit) -> None:
     value = json.loads((folder / name).read_bytes())
     change(value)
     put(folder, name, sealed(value) if name == ROOT else json.dumps(value).encode())
-
-
-def put_header(folder: Path, change: Callable[[bytes], bytes], data: Callable[[bytes], bytes] = bytes) -> None:
-    """Replace the header (with its length) of the first shard file, and its data, and reseal the index."""
-    content = (folder / SHARD).read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    header, rest = change(content[:begin]), data(content[begin:])
-    (folder / SHARD).write_bytes(header + rest)
-
-    def note(value: Any) -> None:
-        value["files"][SHARD] = [len(header) + len(rest), checksum(header)]
-
-    edit(folder, INDEX, note)
