@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -27,7 +28,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 from lightning_shardckpt import Pipeline
-from lightning_shardckpt.system.random_generators import preserve_rng
 from tests.support import tiny
 from tests.support.pool import run_ranks, selected
 
@@ -520,18 +520,23 @@ class Draws(pl.Callback):
         self.drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
 
 
-def drawn_straight_and_resumed(directory: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    straight, resumed = Draws(seeds=True), Draws(seeds=False)
-    tiny.fit({}, 4, callbacks=[straight, tiny.SaveAt(2, f"{directory}/a.ckpt")])
-    tiny.fit({}, 4, resume=f"{directory}/a.ckpt", seed=99, callbacks=[resumed])
-    return straight.drawn, resumed.drawn
+def drawn(path: str, steps: int, *, resume: bool) -> list[tuple[float, ...]]:
+    """Train on global batches of 4; return what was drawn before each. The run that does not resume saves at step 2."""
+    callbacks = [draws := Draws(seeds=not resume), *([] if resume else [tiny.SaveAt(2, path)])]
+    data = {"batch_size": 4 // dist.get_world_size()}
+    tiny.fit({}, steps, resume=path if resume else None, seed=99, data=data, callbacks=callbacks)
+    return draws.drawn
 
 
 def test_each_rank_continues_with_its_own_random_numbers(tmp_path: Path) -> None:
-    ranks = run_ranks(2, drawn_straight_and_resumed, str(tmp_path))
-    for straight, resumed in ranks:
-        assert resumed == straight[2:]
-    assert not {*ranks[0][1]} & {*ranks[1][1]}
+    """Ranks that were added draw numbers of their own; augmentation must not repeat that of others."""
+    path = str(tmp_path / "a.ckpt")
+    straight = run_ranks(2, drawn, path, 4, resume=False)
+    assert run_ranks(2, drawn, path, 4, resume=True) == [rank[2:] for rank in straight]
+    assert not {*straight[0]} & {*straight[1]}
+    more = [rank[0] for rank in run_ranks(4, drawn, path, 3, resume=True)]
+    assert more[:2] == [rank[2] for rank in straight]
+    assert all(len({*numbers}) == 4 for numbers in zip(*more, strict=True))  # of each generator
 
 
 def with_and_without_saves(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -543,36 +548,6 @@ def test_saving_leaves_no_trace_in_training(tmp_path: Path) -> None:
     for saving, plain in run_ranks(2, with_and_without_saves, str(tmp_path)):
         assert saving["losses"] == plain["losses"]
         assert tiny.differences(saving["state"], plain["state"]) == []
-
-
-def next_numbers(batch_size: int, steps: int, **paths: Any) -> list[float]:
-    """Return what the generators of torch, Python and NumPy draw after a save, in the run that saved or in the next."""
-    pl.seed_everything(steps, workers=True)
-    data = tiny.loader(batch_size=batch_size)
-    tiny.train(tiny.TinyLM(), {}, steps, data=data, callbacks=[drawing := Drawing()], **paths)
-    if "save" in paths:
-        drawing.on_train_batch_start()
-        return drawing.numbers[-3:]
-    return drawing.numbers[:3]
-
-
-class Drawing(pl.Callback):
-    def __init__(self) -> None:
-        self.numbers: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        with preserve_rng():
-            self.numbers += [torch.rand(()).item(), random.random(), np.random.random()]
-
-
-def test_added_ranks_draw_numbers_of_their_own_from_every_generator(tmp_path: Path) -> None:
-    """The first ranks continue the streams of those that saved; augmentation of the others must not repeat theirs."""
-    path = str(tmp_path / "a.ckpt")
-    saved = run_ranks(2, next_numbers, 4, 2, save=path)
-    resumed = run_ranks(4, next_numbers, 2, 4, resume=path)
-    assert resumed[:2] == saved
-    for drawn in zip(*resumed, strict=True):  # of one generator
-        assert len({*drawn}) == (3 if saved[0] == saved[1] else 4)
 
 
 class NoisyCorpus(Corpus):

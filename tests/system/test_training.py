@@ -418,18 +418,6 @@ def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere() -> N
     run_ranks(4, drift)
 
 
-def fit_with_foreign_optimizer() -> None:
-    module = Module(Case())
-    foreign = nn.Linear(2, 2)
-    module.configure_optimizers = partial(optimizer_of, foreign)  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedCodeError, match=r"param group 0 of AdamW holds 2 parameters .*: \(2, 2\)"):
-        fit(module, ShardedStrategy())
-
-
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    run_ranks(1, fit_with_foreign_optimizer)
-
-
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
