@@ -16,7 +16,6 @@ from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.state.tensor_bytes import HostWindows
 from tests.accelerator import device
 from tests.accelerator.ranks import require_device, run_on_gpus
-from tests.accelerator.topologies import REPLICAS, TENSOR_PARALLEL
 from tests.support.pool import run_ranks
 from tests.support.tiny import SaveAt, differences, fit
 
@@ -131,18 +130,6 @@ def test_an_asynchronous_save_has_the_values_of_its_step(expected: dict[str, Any
     path = str(tmp_path / "middle.ckpt")
     run_on_gpus(2, _straight, path, {"use_async": True})
     assert differences(expected, _loaded_by_one_process(path)) == []
-
-
-def _resumed_by_each(strategies: list[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
-    return [_resumed(strategy, path, SAVED, {"accelerator": "cuda"}) for strategy in strategies]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_on_other_topologies_of_gpus(
-    saved: tuple[str, list[dict[str, Any]]], expected: dict[str, Any]
-) -> None:
-    for loaded in run_on_gpus(2, _resumed_by_each, [TENSOR_PARALLEL, REPLICAS], saved[0])[0]:
-        assert differences(expected, loaded["state"]) == []
 
 
 def test_a_checkpoint_of_gpus_resumes_on_cpus_and_theirs_on_gpus(

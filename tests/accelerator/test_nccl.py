@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -45,10 +47,6 @@ def _collectives() -> None:
     assert objects == [{"rank": 0}, {"rank": 1}]
 
 
-def test_collectives_are_those_of_gloo() -> None:
-    run_on_gpus(2, _collectives)
-
-
 def _refused() -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(2))
@@ -65,16 +63,13 @@ def test_collectives_of_the_package_have_dtypes_that_nccl_lacks() -> None:
 
 
 def _late_rank() -> None:
+    """The stream waits for a collective, and the host does not."""
     store, x = dist.distributed_c10d._get_default_store(), torch.ones(2, device="cuda")
     if dist.get_rank() == 1:
         store.get("rank 0 went on")
     dist.all_reduce(x, async_op=True).wait()
     store.set(f"rank {dist.get_rank()} went on", "")
     assert x.tolist() == [2, 2]
-
-
-def test_the_stream_waits_for_a_collective_and_the_host_does_not() -> None:
-    run_on_gpus(2, _late_rank)
 
 
 def _two_tags() -> None:
@@ -152,8 +147,7 @@ def test_only_lazy_communicators_let_a_message_pass_a_collective() -> None:
 
 
 def _waits_with_a_timeout() -> None:
-    from datetime import timedelta
-
+    """A wait that times out aborts the communicator."""
     x, store = torch.ones(2, device="cuda"), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistBackendError, match="Watchdog"):
@@ -165,8 +159,9 @@ def _waits_with_a_timeout() -> None:
         store.get("done")
 
 
-def test_a_wait_that_times_out_aborts_the_communicator() -> None:
-    run_on_gpus(2, _waits_with_a_timeout)
+@pytest.mark.parametrize("check", [_collectives, _late_rank, _waits_with_a_timeout])
+def test_collectives_are_those_of_nccl(check: Callable[[], None]) -> None:
+    run_on_gpus(2, check)
 
 
 def _peer_dies() -> str:
@@ -178,7 +173,7 @@ def _peer_dies() -> str:
     work = dist.all_reduce(x, async_op=True)
     for _ in range(20):
         assert not work.is_completed()
-        time.sleep(0.05)  # long enough for gloo to notice, which the next test shows
+        time.sleep(0.05)  # long enough for gloo to notice, as gloo does
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
     with pytest.raises(dist.DistBackendError, match="aborted"):
         work.wait()
@@ -188,19 +183,3 @@ def _peer_dies() -> str:
 def test_a_dead_peer_is_not_noticed_until_the_communicator_is_aborted() -> None:
     survivor, dead = run_on_gpus(2, _peer_dies, expect_errors=True)
     assert survivor.error is None and survivor.value == "" and "status 3" in dead.error.message
-
-
-def _peer_dies_noticed() -> None:
-    x = torch.ones(2, device="cuda")
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if dist.get_rank() == 1:
-        os._exit(3)
-    with pytest.raises(dist.DistBackendError):
-        dist.all_reduce(x)
-        torch.cuda.synchronize()
-
-
-def test_with_the_option_it_is_noticed_as_gloo_does() -> None:
-    survivor, _ = run_on_gpus(2, _peer_dies_noticed, pretend={"notices_death": True}, expect_errors=True)
-    assert survivor.error is None

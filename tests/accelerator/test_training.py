@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt import FSDP
 from lightning_shardckpt.parallel.tensors.placement import peers_of
@@ -125,31 +124,3 @@ def _choose() -> None:
 def test_ranks_that_run_different_modules_are_an_error() -> None:
     outcomes = run_on_gpus(2, _choose, expect_errors=True)
     assert all("different modules" in o.error.message for o in outcomes)
-
-
-class _Names(TorchFunctionMode):
-    """Records the names of functions of lists."""
-
-    names: set[str]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith("_foreach_"):
-            self.names.add(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def _functions_of_lists(strategies: list[Mapping[str, Any]]) -> list[set[str]]:
-    found = []
-    for strategy in strategies:
-        with _Names() as mode:
-            mode.names = set()
-            fit(strategy, 2, accelerator="cuda")
-        found.append(mode.names)
-    return found
-
-
-def test_an_optimizer_steps_by_functions_of_lists_as_on_one_process() -> None:
-    ((expected,),) = run_on_gpus(1, _functions_of_lists, [{}])
-    assert "_foreach_addcdiv_" in expected
-    for found in run_on_gpus(2, _functions_of_lists, [{}, TENSOR_PARALLEL]):
-        assert found == [expected] * 2

@@ -43,20 +43,18 @@ class Compiles(Natural):
 
     def __init__(self, part: str) -> None:
         super().__init__()
-        layers: Any = self.net.layers
+        self.part = part
         if part == "all":
             self.net = torch.compile(self.net, backend=BACKEND)
         elif part == "head":
             self.net.head.compile(backend=BACKEND)
-        if part.startswith("decays"):
-            layers[0] = Decays(layers[0])
-            if part == "decays, compiled":
-                layers[0].compile(backend=BACKEND)
-
-        self.late = part == "late"
+        elif part.startswith("decays"):
+            self.net.layers[0] = Decays(self.net.layers[0])
+        if part == "decays, compiled":
+            self.net.layers[0].compile(backend=BACKEND)
 
     def on_train_start(self) -> None:
-        if self.late:
+        if self.part == "late":
             self.net.layers[1].a.compile(backend=BACKEND)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
@@ -65,11 +63,7 @@ class Compiles(Natural):
     val_dataloader = Natural.train_dataloader
 
 
-PARTS = {
-    "all": "none",
-    "decays, compiled": "decays",
-    "late": "none",
-}
+PARTS = {"all": "none", "decays, compiled": "decays", "late": "none"}
 """What is compiled → what one process trains."""
 
 

@@ -19,12 +19,8 @@ from tests.support.nets import full_state
 from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import PLAN, Natural
 
-TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp2": (2, {}),
-    "hsdp": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
-    "fsdp2 x tp2": (4, {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
-    "pp2 x fsdp2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
-}
+HSDP = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}
+TOPOLOGIES: dict[str, dict[str, Any]] = {"hsdp": HSDP, "pp2 x fsdp2": {"pipeline_parallel_size": 2}}
 IGNORED = ["net.head", "net.layers.*.norm"]
 
 
@@ -45,9 +41,8 @@ def train(strategy: dict[str, Any] | str, path: Path | None = None) -> dict[str,
 def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Path) -> None:
     (expected,) = run_ranks(1, train, "auto", init_process_group=False)
     calls = {
-        name: (world, train, {**strategy, "fsdp": FSDP(ignored=IGNORED)}, tmp_path / f"{name}.ckpt")
-        for name, (world, strategy) in TOPOLOGIES.items()
-        if name in ("hsdp", "pp2 x fsdp2")
+        name: (4, train, {**strategy, "fsdp": FSDP(ignored=IGNORED)}, tmp_path / f"{name}.ckpt")
+        for name, strategy in TOPOLOGIES.items()
     }
     for name, ranks in run_each(calls).items():
         found = {key: value for rank in ranks for key, value in rank.items()}
@@ -68,7 +63,7 @@ def resume(path: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_a_checkpoint_resumes_with_and_without_ignored_modules(tmp_path: Path) -> None:
     saved = run_ranks(2, train, {"fsdp": FSDP(ignored=IGNORED)}, tmp_path / "a.ckpt")[0]
-    hsdp = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2, "fsdp": FSDP(ignored=["net.embed"])}
+    hsdp = {**HSDP, "fsdp": FSDP(ignored=["net.embed"])}
     calls = {"all sharded": (2, resume, tmp_path / "a.ckpt", {}), "hsdp": (4, resume, tmp_path / "a.ckpt", hsdp)}
     for ranks in run_each(calls).values():
         for found in ranks:
@@ -83,7 +78,7 @@ def refuse(strategy: dict[str, Any]) -> str:
 
 
 def test_patterns_that_match_nothing_or_a_planned_module_are_refused() -> None:
-    planned = {**TOPOLOGIES["fsdp2 x tp2"][1], "fsdp": FSDP(ignored=["net.layers.0"])}
+    planned = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN, "fsdp": FSDP(ignored=["net.layers.0"])}
     found = run_each({"none": (2, refuse, {"fsdp": FSDP(ignored=["net.haed"])}), "planned": (4, refuse, planned)})
     assert all("FSDP(ignored=…): 1 patterns match no module" in said and "net.head" in said for said in found["none"])
     assert all("tensor_parallel_plan shards net.layers.0" in said for said in found["planned"])

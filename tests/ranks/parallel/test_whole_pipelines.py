@@ -24,10 +24,6 @@ def whole_before_and_after(strategy: dict[str, int]) -> list[str]:
     return [*tiny.differences(before, after), *tiny.differences(before, joined)]
 
 
-def test_a_whole_state_dict_has_all_stages_on_every_rank() -> None:
-    assert run_ranks(2, whole_before_and_after, {"pipeline_parallel_size": 2}) == [[]] * 2
-
-
 def test_a_whole_state_dict_has_all_stages_and_shards_on_every_rank() -> None:
     strategy = {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}
     assert run_ranks(4, whole_before_and_after, strategy) == [[]] * 4

@@ -1,13 +1,14 @@
-"""DataLoaders that Lightning makes again with a sampler for each rank."""
+"""DataLoaders that Lightning makes again with a sampler for each rank. Oracle: what one process reads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,9 +22,7 @@ from torch.utils.data import (
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support import tiny
-from tests.support.pool import run_each
-
-Found = dict[Any, list[Any]]
+from tests.support.pool import run_each, run_ranks
 
 
 class Rows(Dataset[Any]):
@@ -35,72 +34,76 @@ class Rows(Dataset[Any]):
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    """Notes the rows of its batches."""
+
+    def __init__(self, kind: str = "few") -> None:
         super().__init__()
-        self.linear, self.seen = torch.nn.Linear(4, 1), list[list[float]]()
+        self.kind = kind
+        self.layers, self.seen = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), list[list[float]]()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.seen.append(batch[..., 0].tolist())
-        return self.linear(batch).mean()
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.mean()
+
+    validation_step = test_step = training_step
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layers[0](batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Rows(), batch_size=4)
+        return LOADERS[self.kind](4 // self.trainer.world_size)
 
 
-class Given(Net):
-    """Has samplers and batch samplers of torch that are not those of a DataLoader's own arguments."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def train_dataloader(self) -> Any:
-        size = 4 // self.trainer.world_size
-        some: dict[str, Any] = {"rows": range(3, 11), "all": SequentialSampler(Rows())}
-        some["few"] = SequentialSampler(range(8))
-        if self.kind == "drawn":
-            drawn = RandomSampler(Rows(), True, 40, torch.Generator().manual_seed(5))
-            return DataLoader(Rows(), batch_size=size, sampler=drawn)
-        return DataLoader(Rows(), batch_sampler=BatchSampler(some[self.kind], size, drop_last=False))
+def drawn() -> RandomSampler:
+    return RandomSampler(Rows(), True, 40, torch.Generator().manual_seed(5))
 
 
-def see_given(strategy: Any) -> dict[str, list[list[float]]]:
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "rows": lambda size: DataLoader(Rows(), batch_sampler=BatchSampler(range(3, 11), size, drop_last=False)),
+    "few": lambda size: DataLoader(
+        Rows(), batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False)
+    ),
+    "drawn": lambda size: DataLoader(Rows(), batch_size=size, sampler=drawn()),
+    "shuffled": lambda size: DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 4, drop_last=False)),
+}
+"""By the size of the batches of a rank."""
+
+
+def see_each(strategy: Any) -> dict[str, list[list[float]]]:
     found = {}
-    for kind in ("rows", "all", "few", "drawn"):
-        module = Given(kind)
-        tiny.trainer(strategy, max_epochs=1).fit(module)
+    for kind in LOADERS:
+        pl.seed_everything(3, verbose=False)
+        tiny.trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module := Net(kind))
         found[kind] = module.seen
     return found
 
 
-def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_on_one_process(found: Found) -> None:
-    (alone,) = found["given, alone"]
-    for rank, given in enumerate(found[see_given]):
-        for kind in ("rows", "all", "few"):
-            assert given[kind] == [batch[rank::2] for batch in alone[kind]], kind
-        assert [len(batch) for batch in given["drawn"]] == [2] * 10, "as many as are drawn"
-        assert set(map(len, alone["drawn"])) == {4} and len(alone["drawn"]) == 10
+def test_samplers_that_a_loader_was_given_give_on_ranks_what_they_give_on_one_process() -> None:
+    (alone,) = run_ranks(1, see_each, "auto")
+    for rank, found in enumerate(run_ranks(2, see_each, {})):
+        for kind in ("rows", "few"):
+            assert found[kind] == [batch[rank::2] for batch in alone[kind]], kind
+        assert [len(batch) for batch in found["drawn"]] == [2] * len(alone["drawn"]) == [2] * 10, "as many as are drawn"
+        rows = [row for batch in found["shuffled"] for row in batch]
+        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]
 
 
-class Predicts(Net):
-    def predict_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.linear(batch)
+# ── ranks with other numbers of batches ─────────────────────────────────────────────────────────────────────────────
 
 
-def predict_odd() -> tuple[str, int]:
-    rows = Subset(Rows(), range(15))
-    with pytest.raises(UnsupportedCodeError) as error:
-        tiny.trainer({}).predict(Predicts(), DataLoader(rows, batch_size=1))
-    return str(error.value), len(tiny.trainer({}).predict(Predicts(), DataLoader(rows, batch_size=4)) or ())
+def predict(rows: int, batch_size: int) -> int:
+    return len(tiny.trainer({}).predict(Net(), DataLoader(Subset(Rows(), range(rows)), batch_size)))
 
 
-def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters(found: Found) -> None:
-    for error, batches in found[predict_odd]:
-        assert "different numbers of batches, here [[8.0], [7.0]]" in error
-        assert batches == 2
+def predict_odd() -> None:
+    with pytest.raises(UnsupportedCodeError, match=r"different numbers of batches, here \[\[8.0\], \[7.0\]\]"):
+        predict(15, 1)
+    assert predict(15, 4) == 2
 
 
 class Stream(IterableDataset[Any]):
@@ -111,88 +114,36 @@ class Stream(IterableDataset[Any]):
         return iter(torch.ones(self.rows, 4))
 
 
-class Evaluates(Net):
+class Uneven(Net):
     """Has twice as many batches on the second half of the data-parallel ranks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
-        self.batches = 0
-
-    def validation_step(self, batch: Tensor, index: int) -> Tensor:
-        self.batches += 1
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch
-
-    test_step = predict_step = validation_step
-
     def val_dataloader(self) -> Any:
-        meshes: Any = self.trainer.strategy.meshes
+        meshes = self.trainer.strategy.meshes
         half = meshes.data_parallel_rank * 2 // meshes.topology.data_parallel
         return DataLoader(Stream(4 + 4 * half), batch_size=2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(), batch_size=4)
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
-def evaluate_uneven(stage: str, strategy: dict[str, int]) -> str | int:
-    run, module = tiny.trainer(strategy, max_epochs=1), Evaluates()
-    try:
+def evaluate(stage: str, strategy: dict[str, int], is_refused: bool) -> int:
+    run, module = tiny.trainer(strategy, max_epochs=1), Uneven()
+    if is_refused:
+        with pytest.raises(UnsupportedCodeError, match="which has no length"):
+            getattr(run, stage)(module)
+    else:
         getattr(run, stage)(module)
-    except UnsupportedCodeError as error:
-        return str(error)
-    return module.batches
+    return len(module.seen)
 
 
-REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
-PIPELINES = {**REPLICAS, "pipeline_parallel_size": 2}
-HSDP = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}
-
-
-UNEVEN: dict[str, tuple[Any, ...]] = {
-    "fit": (2, evaluate_uneven, "fit", {}),
-    "fit replicas": (2, evaluate_uneven, "fit", REPLICAS),
-    "test": (2, evaluate_uneven, "test", {}),
-    "predict": (2, evaluate_uneven, "predict", {}),
-    "test pipelines": (4, evaluate_uneven, "test", PIPELINES),
-}
-OF_REPLICAS: dict[str, tuple[Any, ...]] = {
-    "replicas": (2, evaluate_uneven, "test", REPLICAS),
-    "hsdp": (4, evaluate_uneven, "test", HSDP),
-}
-
-
-@pytest.mark.parametrize("case", UNEVEN)
-def test_streams_of_unequal_length_are_refused_where_ranks_step_together(case: str, found: Found) -> None:
-    assert all("which has no length" in str(error) for error in found[case]), found[case]
-
-
-def test_replicas_test_different_numbers_of_batches(found: Found) -> None:
+def test_streams_of_unequal_length_are_refused_where_ranks_step_together_and_replicas_test_them() -> None:
+    replicas = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+    pipelines = {**replicas, "pipeline_parallel_size": 2}
+    calls: dict[str, tuple[Any, ...]] = {stage: (2, evaluate, stage, {}, True) for stage in ("fit", "test", "predict")}
+    calls |= {"fit replicas": (2, evaluate, "fit", replicas, True), "odd": (2, predict_odd)}
+    calls |= {"pipelines": (4, evaluate, "test", pipelines, True), "replicas": (2, evaluate, "test", replicas, False)}
+    calls["hsdp"] = (4, evaluate, "test", {**replicas, "data_parallel_shard_size": 2}, False)
+    found = run_each(calls)
     assert (found["replicas"], found["hsdp"]) == ([2, 4], [2, 2, 4, 4])
-
-
-class Shuffles(Net):
-    """Shuffles by a batch sampler: the sampler of the loader itself is torch's default then, in order."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 4, drop_last=False))
-
-
-def see_shuffled() -> list[float]:
-    pl.seed_everything(3, verbose=False)
-    module = Shuffles()
-    tiny.trainer({}, max_epochs=1).fit(module)
-    return [row for batch in module.seen for row in batch]
-
-
-@pytest.fixture(scope="module")
-def found() -> Found:
-    """What each rank saw of all these, one after another."""
-    calls: dict[Any, tuple[Any, ...]] = {fn: (2, fn) for fn in (see_shuffled, predict_odd)}
-    calls |= {see_given: (2, see_given, {}), "given, alone": (1, see_given, "auto")}
-    return run_each({**calls, **OF_REPLICAS, **UNEVEN})
-
-
-def test_a_random_sampler_in_a_batch_sampler_shuffles(found: Found) -> None:
-    for rank, rows in enumerate(found[see_shuffled]):
-        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]
