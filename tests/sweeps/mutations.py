@@ -57,6 +57,7 @@ RANKS = "a failure of one rank reaches all"
 STATE = "the state of a run is complete"
 SAFE = "a hostile directory can make a load fail, and nothing else"
 STEP = "a step computes what one process computes"
+KEPT = "a checkpoint under evaluation is kept, and what was to be deleted goes afterwards, and nothing else"
 
 _FLIPPED = (
     "unit/transfer/test_write_read.py::"
@@ -247,6 +248,12 @@ MUTATIONS = (
     Mutation("ranks that must draw the same random numbers draw their own", STEP, "parallel/sharding/shared_values.py",
              "        set_rng_state(self._begin)\n", "",
              ("ranks/parallel/test_parallel.py::test_ranks_draw_alike_where_they_must_and_apart_elsewhere",)),
+    # ── followed runs ─────────────────────────────────────────────────────────────────────────────────────────────────
+    Mutation("a checkpoint under evaluation is deleted", KEPT, "storage/run_folder.py",
+             "if content is None or self._is_evaluated(name):", "if content is None:",
+             ("unit/storage/test_run_folder.py",)),
+    Mutation("a postponed deletion takes what was saved since", KEPT, "storage/run_folder.py",
+             'if self._root_checksum(path) == request["root"]:', "if True:", ("unit/storage/test_run_folder.py",)),
 )
 
 
