@@ -31,6 +31,7 @@ from lightning_shardckpt import cli
 from lightning_shardckpt.errors import ShardCkptError, TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import resolve_schedule
 from tests.support import tiny
+from tests.support.messages import SLOT, messages
 from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
 from tests.support.pool import ROOT, run_ranks
 from tests.support.schedules import idle
@@ -47,7 +48,6 @@ SCRIPTS = [block for block in COMMANDS if re.match(RUN_ELSEWHERE, block.code)]
 SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
 WRITTEN = {"tests/durations.json"}
 """Files that a command writes."""
-SLOT = "…"  # stands for a name or a number in a message
 
 
 def test_every_page_is_in_the_menu_once() -> None:
@@ -226,19 +226,6 @@ CLASSES = [
     for name, value in vars(lightning_shardckpt.errors).items()
     if isinstance(value, type) and issubclass(value, ShardCkptError) and value is not ShardCkptError
 ]
-
-
-def messages() -> list[str]:
-    """Return every text of the package's sources with slots for what is filled in."""
-    found = []
-    for path in (ROOT / "lightning_shardckpt").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else SLOT for part in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
 
 
 def test_every_error_class_has_a_section_of_messages_that_the_package_has() -> None:
