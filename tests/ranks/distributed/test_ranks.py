@@ -43,22 +43,16 @@ def quick_store(tmp_path: Path) -> Callable[[], Any]:
     return store_of("hash", tmp_path)
 
 
-def member(
-    store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING, world: int = WORLD
-) -> Ranks:
+def member(store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING) -> Ranks:
     """One of the ranks that the threads of this process play; instances are counted per process otherwise."""
-    return Ranks(store, rank, world, timeout_s, name=str(number), tuning=tuning)
+    return Ranks(store, rank, WORLD, timeout_s, name=str(number), tuning=tuning)
 
 
 def together(
-    store: Callable[[], Any],
-    fn: Callable[[Ranks], Any],
-    timeout_s: float = 20,
-    tuning: Tuning = TUNING,
-    world: int = WORLD,
+    store: Callable[[], Any], fn: Callable[[Ranks], Any], timeout_s: float = 20, tuning: Tuning = TUNING
 ) -> list[Any]:
     """``fn`` on every rank, each in a thread of its own; what it returned or raised."""
-    results: list[Any] = [None] * world
+    results: list[Any] = [None] * WORLD
 
     def run(rank: int, ranks: Ranks) -> None:
         try:
@@ -66,7 +60,7 @@ def together(
         except BaseException as error:
             results[rank] = error
 
-    made = [member(store(), rank, timeout_s, tuning=tuning, world=world) for rank in range(world)]
+    made = [member(store(), rank, timeout_s, tuning=tuning) for rank in range(WORLD)]
     threads = [threading.Thread(target=run, args=(rank, ranks)) for rank, ranks in enumerate(made)]
     for thread in threads:
         thread.start()

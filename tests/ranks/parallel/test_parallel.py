@@ -37,20 +37,6 @@ class Root(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes", "shape"),
-    [
-        (6, {}, (1, 1, 6, 1)),
-        (8, {"tensor": 2, "replicate": 2}, (1, 2, 2, 2)),
-        (8, {"shard": 4, "tensor": 2}, (1, 1, 4, 2)),
-    ],
-)
-def test_auto_takes_the_processes_that_the_other_axes_leave(
-    world: int, sizes: dict[str, Any], shape: tuple[int, ...]
-) -> None:
-    assert resolve_topology(world, **sizes).shape == shape
-
-
-@pytest.mark.parametrize(
     ("world", "sizes", "message"),
     [
         (6, {"tensor": 4}, "6 processes cannot form a mesh .* shard auto x tensor 4: 6 is not a multiple of 4"),
