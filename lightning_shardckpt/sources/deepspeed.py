@@ -212,8 +212,7 @@ class _Stored:
             shaped = {key: tensor.view(shape) if tensor.ndim else tensor for key, tensor in tensors.items()}
             self.model[name] = shaped.pop("fp32")
             self.state[name] = {**steps, **shaped}
-        groups = zip(optimizer["param_groups"], shapes, strict=True)
-        self.groups = [{**group, "params": list(names)} for group, names in groups]
+        self.groups = _named(optimizer["param_groups"], shapes)
 
     def locate(self, name: str, tensor: Tensor) -> ForeignTensor:
         """Return the boxes of a stand-in, or of another tensor of the files."""
@@ -241,8 +240,7 @@ class _Stored:
                     return bases[piece.rank]["state"][piece.number][key]  # type: ignore[no-any-return]
 
                 self.state[name][key] = self._stand_in(key, shape, pieces[name], vector) if is_flat else value
-        groups = zip(bases[0]["param_groups"], shapes, strict=True)
-        self.groups = [{**group, "params": list(names)} for group, names in groups]
+        self.groups = _named(bases[0]["param_groups"], shapes)
 
     def _take_frozen(self, models: Sequence[Mapping[str, Any]]) -> None:
         """Take frozen parameters of ZeRO 3, of which each rank has an equal part."""
@@ -269,6 +267,14 @@ class _Stored:
         return tensor
 
 
+def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
+    """Return param groups with the names of their parameters in place of the numbers of their vectors."""
+    numbers = [number for group in groups for number in group["params"]]
+    if numbers != [*range(len(shapes))]:
+        raise ValueError(f"param groups have the vectors {numbers} of {len(shapes)}")
+    return [{**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in groups]
+
+
 def _slices(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Any]) -> dict[str, list[_Piece]]:
     """Return the pieces of ZeRO 1 and 2: ranks list their slices of parameters, which follow one another."""
     pieces: dict[str, list[_Piece]] = {name: [] for group in shapes for name in group}
@@ -283,23 +289,25 @@ def _slices(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Any]) -> dict
 def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
     """Return the pieces of ZeRO 3: an equal part of each parameter on each rank, one after another in its vectors.
 
+    Args:
+        shapes: of the parameters in each vector; a large param group has several vectors.
+        lengths: of the vectors.
+        ranks: their number.
+
     Raises:
-        ValueError: if a param group does not begin with a vector, or not all vectors are used.
+        ValueError: if the parameters don't fill their vectors.
     """
-    pieces, number, begin = dict[str, list[_Piece]](), 0, 0
-    for group in shapes:
-        if begin not in (0, lengths[number]):
-            raise ValueError(f"a param group ends after {begin} of {lengths[number]} elements")
+    pieces = dict[str, list[_Piece]]()
+    for number, (group, length) in enumerate(zip(shapes, lengths, strict=True)):
+        begin = 0
         for name, shape in group.items():
             numel = prod(shape)
             size = -(-numel // ranks)
-            while begin == lengths[number] and number + 1 < len(lengths):
-                number, begin = number + 1, 0
             parts = [(rank, rank * size, min(size, numel - rank * size)) for rank in range(ranks)]
             pieces[name] = [_Piece(first, count, rank, number, begin) for rank, first, count in parts if count > 0]
             begin += size
-    if any(lengths[number + 1 :]):
-        raise ValueError(f"the parameters are in {number + 1} of {len(lengths)} vectors")
+        if begin != length:
+            raise ValueError(f"the parameters of vector {number} have {begin} of its {length} elements")
     return pieces
 
 

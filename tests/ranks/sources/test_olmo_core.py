@@ -1,6 +1,6 @@
 """Directories that OLMo-core itself wrote are read. Oracle: the live objects, put down beside when they were saved.
 
-``golden/olmo-core-3.0.zip`` was made once, by a script in ``golden/makers.zip``, and is never made again.
+``golden/olmo-core-3.0.zip`` was made once, by ``golden/make_olmo_core.py``, and is never made again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 class Net(pl.LightningModule):
-    """As in the script that made the directories."""
+    """As ``golden/make_olmo_core.py`` has it."""
 
     def __init__(self) -> None:
         super().__init__()
