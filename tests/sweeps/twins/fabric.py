@@ -170,7 +170,7 @@ def follows_slowly(loop: Loop) -> None:
 
 @script
 def penalizes_gradients(loop: Loop) -> None:
-    """Refused where a plan shards layers: see ``SECOND_DERIVATIVES``."""
+    """Refused by ``fully_shard``, and where a plan shards layers."""
     _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loss = loss_of(model, batch)
