@@ -21,7 +21,7 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.format.index import ROOT_NAME, Component
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.plan import TensorBytes
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
@@ -34,8 +34,8 @@ from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import KEYS
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
+from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.shard_reader import WindowReader, windows
 
@@ -133,23 +133,17 @@ def last_checkpoints(
     Raises:
         CheckpointNotFoundError: if there are fewer.
     """
-    storage, folder = StorageRouter(storage_options=storage_options), file_path(folder)
-    store = storage.backend(folder)
-    if isinstance(store, RemoteStorage):
-        paths = [*store.list_complete(folder)]
-    else:
-        paths = [
-            entry.path for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_symlink()
-        ]
-        paths = [path for path in sorted(paths) if os.path.isfile(os.path.join(path, ROOT_NAME))]
+    storage = StorageRouter(storage_options=storage_options)
     found: dict[str, tuple[int, str]] = {}
-    for path in paths:
+    for path in sorted(RunFolder(folder, storage).list_complete()):
         with suppress(CheckpointNotFoundError), open_checkpoint(path, storage) as one:  # it may be deleted meanwhile
             if MERGED not in (document_of(one, "trainer", 0) or {}):
                 found.setdefault(one.root.save_id, (-1 if one.root.step is None else one.root.step, path))
     newest = [path for _, path in sorted(found.values(), reverse=True)][:count]
     if len(newest) < count:
-        raise CheckpointNotFoundError(f"{folder!r} has {len(newest)} complete checkpoints, expected {count} or more")
+        raise CheckpointNotFoundError(
+            f"{os.fspath(folder)!r} has {len(newest)} complete checkpoints, expected {count} or more"
+        )
     return newest
 
 
