@@ -101,6 +101,19 @@ def sibling_ranks(mesh: DeviceMesh) -> Tensor:
 # ── state dicts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def has_own_state_dict(module: nn.Module) -> bool:
+    """Return whether code of a module may give ``state_dict()`` other tensors than its parameters and buffers.
+
+    Relies on ``Module._save_to_state_dict`` and ``_state_dict_hooks``.
+    """
+    names = "state_dict", "_save_to_state_dict"
+    return any(
+        part._state_dict_hooks
+        or any(name in vars(part) or getattr(type(part), name) is not getattr(nn.Module, name) for name in names)
+        for part in module.modules()
+    )
+
+
 def live_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return ``module.state_dict()``, without torch's slow detach of each DTensor.
 

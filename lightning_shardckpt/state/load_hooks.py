@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.dtensor import has_own_state_dict, local_tensor
 from lightning_shardckpt.compat.torch_modules import has_own_load, has_post_load_hooks, pre_load_origins
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
@@ -94,6 +94,8 @@ class HookedState:
 
 def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any]) -> bool:
     """Return True if entries other than extra state do not share the modules' memory."""
+    if not any(map(has_own_state_dict, modules.values())):
+        return False
     own = chain(*(chain(*named_tensors(module)) for module in modules.values()))
     live = {local_tensor(tensor).data_ptr() for _, tensor in own}
     for name, value in state_dict.items():

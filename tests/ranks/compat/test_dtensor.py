@@ -18,6 +18,7 @@ from lightning_shardckpt.compat.dtensor import (
     TensorMeta,
     copy_state_dict,
     detect_local_anomalies,
+    has_own_state_dict,
     join_meshes,
     live_state_dict,
     local_tensor,
@@ -154,9 +155,12 @@ def check_state_dicts() -> None:
         seen.append(state["2.weight"].requires_grad)
         state["added"] = torch.ones(1)
 
+    assert not has_own_state_dict(module)
     module.register_state_dict_post_hook(hook)
+    assert has_own_state_dict(module)
     assert "added" in live_state_dict(module) and seen == [False]
     assert torch.equal(live_state_dict(Own())["mine"], torch.full((2,), 2.0))
+    assert has_own_state_dict(nn.Sequential(nn.Linear(1, 1), Own()))
 
 
 CHECKS = {check_parts: 2, check_nan_of_rows: 2, check_state_dicts: 2}
