@@ -146,5 +146,3 @@ def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_draw
     plain = KINDS["in order"](num_replicas=1, rank=0)
     draw_orders_by_epoch(DataLoader(range(11), sampler=plain))  # type: ignore[arg-type]
     assert last_order(plain) is None and sampler_of(DataLoader(range(11), sampler=plain)) is plain  # type: ignore[arg-type]
-
-

@@ -30,31 +30,22 @@ from tests.support.boring import trainer
 from tests.support.pool import run_ranks
 
 
-def backends() -> list[str]:
-    device, environment = torch.device("cpu"), LightningEnvironment()
-    found = []
-    for _ in range(2):
-        compat.init_process_group(environment, device, timeout_s=30)
-        found.append((dist.get_backend(), id(dist.group.WORLD)))
-    return [*{backend for backend, _ in found}, str(len({*found}))]
-
-
-def test_a_process_group_is_made_once() -> None:
-    assert run_ranks(1, backends, init_process_group=False) == [["gloo", "1"]]
-
-
-def environment_after(set_before: dict[str, str]) -> dict[str, str]:
+def group_made(before: dict[str, str]) -> tuple[set[str], dict[str, str]]:
     names = ("MASTER_ADDR", "MASTER_PORT")
     for name in names:
         os.environ.pop(name, None)
-    os.environ.update(set_before)
-    compat.init_process_group(LightningEnvironment(), torch.device("cpu"), timeout_s=30)
-    return {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(before)
+    found = set()
+    for _ in range(2):
+        compat.init_process_group(LightningEnvironment(), torch.device("cpu"), timeout_s=30)
+        found.add(f"{dist.get_backend()} {id(dist.group.WORLD)}")
+    return found, {name: os.environ[name] for name in names if name in os.environ}
 
 
 @pytest.mark.parametrize("before", [{}, {"MASTER_ADDR": "127.0.0.1"}], ids=["nothing", "an address"])
-def test_a_process_alone_leaves_the_environment_as_it_was(before: dict[str, str]) -> None:
-    assert run_ranks(1, environment_after, before, init_process_group=False) == [before]
+def test_a_process_group_is_made_once_and_the_environment_of_a_process_alone_stays(before: dict[str, str]) -> None:
+    ((groups, after),) = run_ranks(1, group_made, before, init_process_group=False)
+    assert len(groups) == 1 and groups.pop().startswith("gloo") and after == before
 
 
 def test_optimizer_state_moves_but_for_the_steps() -> None:
@@ -75,10 +66,7 @@ class OwnBackward(SingleDeviceStrategy):
 
 
 def test_a_backward_is_allowed_only_within() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=OwnBackward())
-    model = fabric.setup_module(torch.nn.Linear(2, 1))
-    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-        model(torch.ones(1, 2)).sum().backward()
+    model = Fabric(accelerator="cpu", devices=1, strategy=OwnBackward()).setup_module(torch.nn.Linear(2, 1))
     with compat.disable_backward_guard():
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
@@ -121,15 +109,10 @@ def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None
 # ── attributes of Lightning's objects are where `compat.lightning_attributes` looks for them ──────────────────────────
 
 
-def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:
-    module = nn.Linear(2, 2)
-    found = Fabric(accelerator="cpu", devices=1).setup(module)
-    assert fabric_original(found) is module and fabric_original(module) is None
-
-
-def test_what_setup_dataloaders_returns_leads_to_the_loader_that_it_was_given() -> None:
-    loader = DataLoader([1, 2])  # type: ignore[arg-type]
-    found = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+def test_what_fabric_returns_leads_to_what_it_was_given() -> None:
+    fabric, module, loader = Fabric(accelerator="cpu", devices=1), nn.Linear(2, 2), DataLoader([1, 2])  # type: ignore[arg-type]
+    assert fabric_original(fabric.setup(module)) is module and fabric_original(module) is None
+    found = fabric.setup_dataloaders(loader)
     assert found is not loader and loader_of_fabric(found) is loader and loader_of_fabric(loader) is loader
 
 
@@ -156,34 +139,18 @@ import pytorch_lightning as pl
 import lightning.pytorch, lightning.fabric.plugins.io.checkpoint_io
 import lightning_fabric.plugins.io.checkpoint_io as io
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 assert pl is lightning.pytorch and ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint
 assert io is lightning.fabric.plugins.io.checkpoint_io and pl.__spec__.name == "lightning.pytorch"
-trainer = pl.Trainer(
-    accelerator="cpu", devices=1, strategy=lightning_shardckpt.ShardedStrategy(), logger=False, max_steps=1,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-)
+from tests.support.boring import QUIET
 from pytorch_lightning.demos.boring_classes import BoringModel
+trainer = pl.Trainer(**QUIET, strategy=lightning_shardckpt.ShardedStrategy(), max_steps=1)
 trainer.fit(BoringModel())
 assert trainer.global_step == 1
-"""
-LATE = """
-import pytorch_lightning, lightning_shardckpt
-try:
-    lightning_shardckpt.unify_lightning()
-except RuntimeError as error:
-    assert "imported already, as packages of their own: lightning_fabric, pytorch_lightning" in str(error)
-else:
-    raise AssertionError
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(UNIFIED, id="unify_lightning"), pytest.param(LATE, id="late", marks=pytest.mark.sweep)],
-)
-def test_both_names_are_one_lightning(program: str) -> None:
+def test_both_names_are_one_lightning() -> None:
     pytest.importorskip("pytorch_lightning")
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run([sys.executable, "-c", UNIFIED], capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr

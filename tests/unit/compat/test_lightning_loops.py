@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -25,14 +25,18 @@ def test_loaders_are_those_that_training_draws_from(tmp_path: Path) -> None:
     assert before.found == [[]] and during.found == [([loader], True)]  # Lightning's default mode cycles
 
 
+class Counts(DataLoader[Any]):
+    """Counts its iterators, and draws a random number for each."""
+
+    begun: ClassVar[list[int]] = []
+
+    def __iter__(self) -> Any:
+        self.begun.append(int(torch.rand(()) < 1))
+        return super().__iter__()
+
+
 def test_loaders_begin_when_they_are_told(tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    class Counts(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            begun.append(1)
-            return super().__iter__()
-
+    begun = Counts.begun
     count = Asks("on_train_start", lambda run: (begun.clear(), compat.begin_loaders(run), len(begun))[2])
     trainer(tmp_path, count).fit(BoringModel(), Counts(RandomDataset(32, 4)))
     assert count.found == [1]
@@ -64,24 +68,21 @@ def test_where_an_epoch_and_a_run_end(tmp_path: Path) -> None:
     assert asks.found == [(False, False), (False, False), (True, False), (False, False), (False, True)]
 
 
-def test_the_end_of_an_epoch_is_seen_before_its_validation(tmp_path: Path) -> None:
-    found: list[Any] = []
-    undone: list[Any] = []
+@pytest.mark.parametrize("length", [2, 3])
+def test_the_end_of_an_epoch_is_seen_before_its_validation(length: int, tmp_path: Path) -> None:
+    found, undone = list[Any](), list[Any]()
 
     def watch(run: pl.Trainer) -> None:
         undone.append(compat.watch_epoch_ends(run, lambda: found.append(compat.batches_begun(run)), bool))
 
-    watching = Asks("on_train_start", watch)
     validations = Asks("on_validation_start", lambda _: found.append("validation"))
-    for loader, length in ((batches(2), 2), (DataLoader(Unsized()), 3)):
-        run = trainer(tmp_path, watching, validations, max_steps=5)
-        run.fit(BoringModel(), loader)
-        last = divmod(5, length)
-        whole = [(epoch, length) for epoch in range(last[0])]
-        assert found == [entry for end in whole for entry in (end, "validation", end)] + [last, last]
-        undone.pop()()
-        assert not {"on_advance_end"} & {*vars(run.fit_loop), *vars(run.fit_loop.epoch_loop)}
-        found.clear()
+    run = trainer(tmp_path, Asks("on_train_start", watch), validations, max_steps=5)
+    run.fit(BoringModel(), batches(2) if length == 2 else DataLoader(Unsized()))
+    last = divmod(5, length)
+    whole = [(epoch, length) for epoch in range(last[0])]
+    assert found == [entry for end in whole for entry in (end, "validation", end)] + [last, last]
+    undone.pop()()
+    assert not {"on_advance_end"} & {*vars(run.fit_loop), *vars(run.fit_loop.epoch_loop)}
 
 
 def test_a_step_can_be_taken_back_in_what_a_checkpoint_has_of_a_loop(tmp_path: Path) -> None:
@@ -93,15 +94,12 @@ def test_a_step_can_be_taken_back_in_what_a_checkpoint_has_of_a_loop(tmp_path: P
     assert after["_batches_that_stepped"] == before["_batches_that_stepped"]
 
 
-
 def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_path: Path) -> None:
-    found: list[tuple[bool, bool]] = []
-    undone: list[Any] = []
+    found, undone = list[tuple[bool, bool]](), list[Any]()
 
     def watch(run: pl.Trainer) -> None:
         def around(fetcher: Any, original: compat.EndBatch) -> None:
-            validates = compat.would_validate(run, fetcher)
-            before = validations.found.copy()
+            validates, before = compat.would_validate(run, fetcher), validations.found.copy()
             original()
             found.append((validates, validations.found != before))
 
@@ -110,7 +108,7 @@ def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_pa
     validations = Asks("on_validation_start", lambda run: run.global_step)
     run = trainer(tmp_path, Asks("on_train_start", watch), validations, max_steps=4, val_check_interval=2)
     run.fit(BoringModel(), batches(4))
-    assert found == [(False, False), (True, True), (False, False), (True, True)]
+    assert found == [(False, False), (True, True)] * 2
     undone[0]()
     assert "on_advance_end" not in vars(run.fit_loop.epoch_loop)
 
@@ -127,8 +125,6 @@ def test_the_broadcast_before_every_batch_can_be_left_out(tmp_path: Path) -> Non
 
 
 class Fails(BoringModel):
-    """Fails in a step of validation, or in the last one of training."""
-
     def __init__(self, step: str) -> None:
         super().__init__()
         self._step = step
@@ -170,28 +166,12 @@ def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path
     save = Asks("on_train_epoch_end", lambda run: run.save_checkpoint(path))
     trainer(tmp_path, save, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(BoringModel(), batches(3))
 
-    begun: list[int] = []
-
-    class Counts(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            begun.append(1)
-            return super().__iter__()
-
-    def go_on(run: pl.Trainer) -> None:
-        begun.clear()
-        compat.begin_next_epoch(run, 1, ended=False)
-
+    go_on = Asks("on_train_start", lambda run: (Counts.begun.clear(), compat.begin_next_epoch(run, 1, ended=False)))
     steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
     options = {"max_steps": 6, "limit_val_batches": 0}
-    run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
+    run = trainer(tmp_path, go_on, epochs, steps, **options)
     run.fit(BoringModel(), Counts(RandomDataset(32, 3)), ckpt_path=str(path), **EXECUTES)
-    assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6 and begun == [1]
-
-
-class Noisy(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        torch.rand(())
-        return super().__iter__()
+    assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6 and Counts.begun == [1]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -208,7 +188,7 @@ def test_a_validation_that_was_done_is_skipped_without_drawing_random_numbers(tm
     first = Asks("on_train_batch_start", lambda run: states.append(torch.get_rng_state()))
     validated = Asks("on_validation_batch_start", lambda run: run.global_step)
     run = trainer(tmp_path, Asks("on_train_start", go_on), first, validated, **options)
-    run.fit(BoringModel(), batches(4), Noisy(RandomDataset(32, 1)), ckpt_path=str(path), **EXECUTES)
+    run.fit(BoringModel(), batches(4), Counts(RandomDataset(32, 1)), ckpt_path=str(path), **EXECUTES)
     assert validated.found == [4] and torch.equal(states[0], states[1])
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
+from torchmetrics import CatMetric, PearsonCorrCoef, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -49,37 +49,12 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
 
 
-class Averaged(Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean", persistent=True)
-
-    def update(self, value: float) -> None:
-        self.value = torch.tensor(value)
-
-    def compute(self) -> torch.Tensor:
-        return self.value
-
-
-def test_states_of_metrics_that_are_loaded_are_reset_but_for_those_that_are_averaged() -> None:
-    metrics = torch.nn.ModuleDict({"stored": SumMetric(), "left out": SumMetric(), "averaged": Averaged()})
-    for metric in metrics.values():
-        metric.persistent(True)  # type: ignore[operator]  # a method
-        metric.update(3.0)  # type: ignore[operator]
-    with compat.reset_loaded_metrics(metrics):
-        loaded = {"stored.sum_value": torch.tensor(4.0), "averaged.value": torch.tensor(4.0)}
-        metrics.load_state_dict(loaded, strict=False)
-    values = {name: metric.metric_state for name, metric in metrics.items()}
-    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 4}}
-
-
-@pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
-def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no(mode: RunningStage) -> None:
+def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
     compat.keep_order_of_training(trainer)
     with _replace_dunder_methods(DataLoader, "dataset"):  # as within train_dataloader
         loader: DataLoader[Any] = DataLoader(range(4), shuffle=False, sampler=RandomSampler(range(4)))  # type: ignore[arg-type]
-    kept: Any = trainer._data_connector._prepare_dataloader(loader, mode == RunningStage.TRAINING, mode)
+    kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
     assert kept.sampler.shuffle
 
 
@@ -116,19 +91,16 @@ class Freezes(BaseFinetuning):
     def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None: ...
 
 
-def test_param_groups_that_were_loaded_are_kept(tmp_path: Path) -> None:
-    found = []
-    for keeps in (False, True):
-        callback, module = Freezes(), BoringModel()
-        callback.load_state_dict({"internal_optimizer_metadata": {0: []}})
-        optimizer = torch.optim.SGD(module.parameters(), lr=7.0)
-        run = trainer(tmp_path)
-        run.strategy.optimizers = [optimizer]
-        if keeps:
-            compat.keep_loaded_groups(callback)
-        callback.on_fit_start(run, module)
-        found.append(len(optimizer.param_groups))
-    assert found == [0, 1]
+@pytest.mark.parametrize("keeps", [False, True])
+def test_param_groups_that_were_loaded_are_kept(keeps: bool, tmp_path: Path) -> None:
+    callback, module, run = Freezes(), BoringModel(), trainer(tmp_path)
+    callback.load_state_dict({"internal_optimizer_metadata": {0: []}})
+    optimizer = torch.optim.SGD(module.parameters(), lr=7.0)
+    run.strategy.optimizers = [optimizer]
+    if keeps:
+        compat.keep_loaded_groups(callback)
+    callback.on_fit_start(run, module)
+    assert len(optimizer.param_groups) == keeps
 
 
 def test_a_trainer_is_given_another_directory(tmp_path: Path) -> None:
@@ -154,8 +126,7 @@ def test_a_module_says_its_device_and_mesh() -> None:
 
 
 def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_is_undone(tmp_path: Path) -> None:
-    inside: list[bool] = []
-    seen: dict[str, list[bool]] = {}
+    inside, step = list[bool](), list[list[bool]]()
 
     @contextmanager
     def around(is_hook: bool) -> Iterator[None]:
@@ -164,23 +135,19 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
         inside.pop()
 
     class Sees(BoringModel):
-        def on_train_start(self) -> None:
-            seen["hook"] = [*inside]
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["step"] = [*inside]
+            step.append([*inside])
             return super().training_step(batch, batch_idx)
 
     callback = Asks("on_train_start", lambda run: [*inside])
     run = trainer(tmp_path, callback, max_steps=1)
     undo = compat.wrap_actions(run.profiler, around)
     run.fit(Sees())
-    assert seen["hook"][-1] and callback.found[0][-1]
-    assert seen["step"] and not seen["step"][-1]  # which the strategy runs
+    assert callback.found[0][-1] and not step[0][-1]  # which the strategy runs
     undo()
     run.fit_loop.epoch_loop.max_steps = 2
     run.fit(Sees())
-    assert seen == {"hook": [], "step": []}
+    assert callback.found[1] == step[1] == []
 
 
 def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_own() -> None:
@@ -201,15 +168,12 @@ def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_ow
     assert (total.sum_value, each.value, not_stored.sum_value) == (0, [], 3)
 
 
-def test_a_metric_that_ranks_cannot_make_one_is_refused() -> None:
+def test_what_ranks_cannot_make_one_is_refused() -> None:
     metric = PearsonCorrCoef()
     metric.persistent(True)
     refused = pytest.raises(UnsupportedCodeError, match=r"mean_x of PearsonCorrCoef .* has no dist_reduce_fx")
     with refused, compat.sync_stored_metrics(nn.ModuleList([metric])):
         pass
-
-
-def test_callbacks_that_average_a_copy_of_the_module_are_refused() -> None:
     compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
     with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
@@ -234,32 +198,27 @@ def test_a_fit_of_the_tuner_is_told_from_one_that_trains(tmp_path: Path) -> None
 
 
 def sums() -> list[float]:
+    def total(metric: SumMetric) -> float:
+        metric.reset()
+        metric.update(float(dist.get_rank() + 1))
+        return metric.compute().item()
+
     halves = [dist.new_group([0, 1]), dist.new_group([2])]
-    mine = halves[dist.get_rank() // 2]
     own = SumMetric(dist_sync_fn=lambda result, group=None: [result, result, result])
     module = torch.nn.ModuleDict({"sum": SumMetric(), "own": own})
-    undo = compat.gather_metrics_over(mine, module)
-    found = [_sum_of(metric) for metric in (module["sum"], copy.deepcopy(module["sum"]), module["own"], SumMetric())]
+    undo = compat.gather_metrics_over(halves[dist.get_rank() // 2], module)
+    found = [*map(total, (module["sum"], copy.deepcopy(module["sum"]), module["own"], SumMetric()))]  # type: ignore[arg-type]
     undo_inner = compat.gather_metrics_over(dist.group.WORLD, torch.nn.ModuleDict())  # of a run inside of this
-    found += [_sum_of(SumMetric())]
+    found.append(total(SumMetric()))
     undo_inner()
-    found += [_sum_of(SumMetric())]
+    found.append(total(SumMetric()))
     undo()
-    return [*found, _sum_of(module["sum"]), _sum_of(SumMetric())]
-
-
-def _sum_of(metric: SumMetric) -> float:
-    metric.reset()
-    metric.update(float(dist.get_rank() + 1))
-    return metric.compute().item()
+    return [*found, total(module["sum"]), total(SumMetric())]  # type: ignore[arg-type]
 
 
 def test_each_group_sums_its_own_values_until_the_undo() -> None:
-    assert run_ranks(3, sums) == [
-        [3, 3, 3, 3, 6, 3, 3, 6],
-        [3, 3, 6, 3, 6, 3, 3, 6],
-        [3, 3, 9, 3, 6, 3, 3, 6],
-    ]
+    rest = [3, 6, 3, 3, 6]
+    assert run_ranks(3, sums) == [[3, 3, 3, *rest], [3, 3, 6, *rest], [3, 3, 9, *rest]]
 
 
 class WithSize(BoringModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -99,127 +99,92 @@ def test_checkpointing_and_offloading_pack_what_is_saved() -> None:
     assert seen == [False, True, True]
 
 
-def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
-    found = list[bool]()
-
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            found.append(is_batched(gradient))
-            return gradient
-
-    x = torch.ones(2, requires_grad=True)
-    torch.autograd.grad(Looks.apply(x), x, torch.ones(2))
-    torch.autograd.grad(Looks.apply(x), x, torch.eye(2), is_grads_batched=True)
-    assert found == [False, True]
-
-
 class Multiplied(torch.autograd.Function):
+    found: ClassVar[list[bool]] = []
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
         return x * factor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Multiplied.found.append(is_batched(gradient))
         return gradient * 2, None
 
 
+def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
+    x = torch.ones(2, requires_grad=True)
+    Multiplied.found.clear()
+    torch.autograd.grad(Multiplied.apply(x, 2), x, torch.ones(2))
+    torch.autograd.grad(Multiplied.apply(x, 2), x, torch.eye(2), is_grads_batched=True)
+    assert Multiplied.found == [False, True]
+
+
 def test_functions_of_users_are_called_with_other_arguments_until_it_ends() -> None:
-    of_torch = torch.autograd.Function.__dict__["apply"]
-    seen, x = list[str](), torch.ones(2, requires_grad=True)
-
-    def change(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen.append(function.__name__)
-        return args[0] + 1, *args[1:]
-
-    end = change_arguments(change)
-    try:
-        found = Multiplied.apply(x, 2)
-        checkpoint(torch.sin, x, use_reentrant=True)  # by a function of torch
-    finally:
-        end()
-    found.sum().backward()
-    assert found.tolist() == [4, 4] and seen == ["Multiplied"]
-    assert x.grad is not None and x.grad.tolist() == [2, 2]
-    assert Multiplied.apply(x, 2).tolist() == [2, 2]
+    of_torch, seen = torch.autograd.Function.__dict__["apply"], list[type]()
+    x = torch.ones(2, requires_grad=True)
+    end = change_arguments(lambda function, args: seen.append(function) or (args[0] + 1, *args[1:]))
+    found = Multiplied.apply(x, 2)
+    checkpoint(torch.sin, x, use_reentrant=True)  # by a function of torch
+    end()
+    assert found.tolist() == [4, 4] and seen == [Multiplied] and Multiplied.apply(x, 2).tolist() == [2, 2]
     assert torch.autograd.Function.__dict__["apply"] is of_torch
 
 
 class GradientInBackward(torch.autograd.Function):
-    """Asks for the gradient of something unused in its backward, and then for one that is used."""
-
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, allow_unused: bool) -> torch.Tensor:
-        ctx.allow_unused = allow_unused
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         with torch.enable_grad():
             used, unused = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
             torch.autograd.grad(used * 2, used)
-            torch.autograd.grad(used * 2, (used, unused), allow_unused=ctx.allow_unused)
-        return gradient, None
+            torch.autograd.grad(used * 2, (used, unused), allow_unused=True)
+        return gradient
 
 
 def test_unused_inputs_of_grad_are_told_inside_a_backward_alone() -> None:
     x, seen, of_torch = torch.ones(1, requires_grad=True), list[Any](), vars(torch.autograd)["_engine_run_backward"]
     end = check_unused_inputs(lambda inputs, gradients: seen.append((len(inputs[1]), gradients and gradients[1])))
-    try:
-        GradientInBackward.apply(x, True).backward()
-        with pytest.raises(RuntimeError, match="appears to not have been used"):
-            GradientInBackward.apply(x, False).backward()
-        assert torch.autograd.grad(x * 2, torch.ones(1, requires_grad=True), allow_unused=True) == (None,)
-    finally:
-        end()
-    assert seen == [(2, None), (2, None)]
-    assert vars(torch.autograd)["_engine_run_backward"] is of_torch
+    GradientInBackward.apply(x).backward()
+    assert torch.autograd.grad(x * 2, torch.ones(1, requires_grad=True), allow_unused=True) == (None,)
+    end()
+    assert seen == [(2, None)] and vars(torch.autograd)["_engine_run_backward"] is of_torch
 
 
 def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_answer() -> None:
-    parameter = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    answer = torch.zeros(())
-    seen: list[tuple[float, bool]] = []
+    parameter, answer, seen = torch.ones(1, requires_grad=True), torch.zeros(()), list[Any]()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def function(
-        of: torch.optim.Optimizer, inverse: Tensor, zero: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        assert of is optimizer and zero.item() == 0
-        seen.append((inverse.item(), allow_fp16))
+    def function(of: Optimizer, inverse: Tensor, zero: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        seen.append((of, inverse.item(), zero.item(), allow_fp16))
         return {torch.device("cpu"): answer}
 
     undo = replace_unscale(scaler, function)
     scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert seen == [(0.25, False)] and parameter.item() == 1 - 4  # nothing has unscaled it
-    answer.fill_(1.0)
-    scaler.step(optimizer)
-    assert len(seen) == 2 and parameter.item() == 1 - 4
+    for value in (0.0, 1.0):
+        answer.fill_(value)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen[0] == (optimizer, 0.25, 0, False) and len(seen) == 2
+    assert parameter.item() == 1 - 4  # one step, and nothing has unscaled it
     undo()
     assert scaler._unscale_grads_ == type(scaler)._unscale_grads_.__get__(scaler)
 
 
 def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_of_leaves() -> None:
-    told = list[Any]()
-    leaf = torch.ones(2, requires_grad=True)
+    told, leaf = list[Any](), torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda g: g)  # type: ignore[no-untyped-call]
     node = get_gradient_edge(leaf).node
     assert node_hooks(leaf) == []
     put_back = on_node_hook(told.append)
-    try:
-        hooks: list[Any] = [lambda given, got: None, lambda got: None]
-        node.register_hook(hooks[0])
-        node.register_prehook(hooks[1])
-    finally:
-        put_back()
+    hooks: list[Any] = [lambda given, got: None, lambda got: None]
+    node.register_hook(hooks[0])
+    node.register_prehook(hooks[1])
+    put_back()
     node.register_hook(lambda given, got: None)
     assert told == hooks and set(hooks) < set(node_hooks(leaf)) and len(node_hooks(leaf)) == 3
 
@@ -237,14 +202,8 @@ def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
 
 
 def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
-    given: list[Any] = []
-    other = torch.zeros(1, requires_grad=True)
-
-    def change(params: Any) -> list[Tensor]:
-        given.append(params)
-        return [other]
-
-    with change_parameters(change):
+    given, other = list[Any](), torch.zeros(1, requires_grad=True)
+    with change_parameters(lambda params: given.append(params) or [other]):
         optimizers = [torch.optim.SGD([], lr=0.1), torch.optim.AdamW([]), torch.optim.LBFGS([])]
     assert given == [[], [], []]
     assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
@@ -252,15 +211,11 @@ def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
         torch.optim.SGD([], lr=0.1)
 
 
-class Plain(Tensor):
-    """A class of tensors that torch does not know."""
-
-
 def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
     lists = [optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
-    before = [list(kinds) for kinds in lists]
-    put_back = allow_lists_of(Plain)
-    assert lists == [[*kinds, Plain] for kinds in before]
+    before, kind = [list(kinds) for kinds in lists], type("Plain", (Tensor,), {})
+    put_back = allow_lists_of(kind)
+    assert lists == [[*kinds, kind] for kinds in before]
     put_back()
     assert lists == before and DTensor in before[0] and DTensor in before[1]
 
@@ -273,29 +228,16 @@ class Own(SGD):
         super().load_state_dict(state_dict)
 
 
-def made(kind: type[SGD] = SGD) -> SGD:
-    return kind([torch.zeros(2, requires_grad=True)], lr=0.1)
-
-
-def test_a_method_or_a_hook_that_adds_entries_is_seen() -> None:
-    assert has_own_state_dict(made(Own)) and has_own_load_state_dict(made(Own))
-    optimizer = made()
-
-    def add(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "mine": 1}
-
-    handle = optimizer.register_state_dict_post_hook(add)
-    assert "mine" in optimizer.state_dict() and has_own_state_dict(optimizer)
-    handle.remove()
-    assert "mine" not in optimizer.state_dict() and not has_own_state_dict(optimizer)
-
-
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_hooks_of_loading_are_seen(when: str) -> None:
-    optimizer, ran = made(), list[object]()
-    handle = getattr(optimizer, f"register_load_state_dict_{when}_hook")(lambda *given: ran.append(given))
-    assert has_load_hooks(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
+@pytest.mark.parametrize("hook", ["state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_a_method_or_a_hook_that_saves_or_loads_otherwise_is_seen(hook: str) -> None:
+    own, plain = (kind([torch.zeros(2, requires_grad=True)], lr=0.1) for kind in (Own, SGD))
+    assert has_own_state_dict(own) and has_own_load_state_dict(own) and not has_own_load_state_dict(plain)
+    ask = has_own_state_dict if hook == "state_dict_post" else has_load_hooks
+    ran = list[object]()
+    assert not ask(plain)
+    handle = getattr(plain, f"register_{hook}_hook")(lambda *given: ran.append(given))
+    assert ask(plain)
+    plain.load_state_dict(plain.state_dict())
     assert len(ran) == 1
     handle.remove()
-    assert not has_load_hooks(optimizer)
+    assert not ask(plain)

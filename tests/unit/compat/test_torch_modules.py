@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import weakref
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,27 +71,11 @@ def test_a_call_is_intercepted_around_hooks_and_the_class_stays(kind: type[nn.Li
     layer, x = kind(2, 2), torch.ones(2)
     expected, said = layer(x), list[str]()
     layer.register_forward_hook(lambda *args: said.append("hook"))
-
-    def call(original: Any, *args: Any) -> Any:
-        said.append("before")
-        return 3 * original(*args)
-
-    intercept_calls(layer, call)
+    intercept_calls(layer, lambda original, *args: said.append("before") or 3 * original(*args))
     assert torch.equal(layer(x), 3 * expected)
     assert said == ["before", *["hook"] * (2 if kind is CallsTwice else 1)]
     assert isinstance(layer, kind) and (type(layer) is nn.Linear) == (kind is nn.Linear)
     assert torch.equal(nn.Linear.forward(copy.deepcopy(layer), x), nn.Linear.forward(layer, x))
-
-
-def test_what_a_call_runs_instead_is_known() -> None:
-    layer, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert compiled_call(layer) is compiled_call(compiled) is None
-    compiled.compile(backend="eager")
-    assert callable(compiled_call(compiled))
-    intercept_calls(layer, lambda original, *args: original(*args))
-    assert callable(compiled_call(layer)) and torch.equal(layer(torch.ones(2)), layer.forward(torch.ones(2)))
-    intercept_calls(compiled, lambda original, *args: original(*args))
-    assert is_compiled(compiled) and not is_compiled(layer) and not is_compiled(nn.Linear(2, 2))
 
 
 def test_unregistered_tensors_are_attributes() -> None:
@@ -110,10 +91,14 @@ def test_unregistered_tensors_are_attributes() -> None:
     assert set(norm.state_dict()) == {"other", "scratch"}
 
 
-def test_hooks_are_seen_and_removed() -> None:
-    calls: list[str] = []
-    layer = nn.Linear(1, 1)
-    assert not result_hooks(layer)
+def test_hooks_are_seen_and_removed_and_those_of_all_modules_can_be_left_out() -> None:
+    calls, layer, of = list[str](), nn.Linear(1, 1), torch.nn.modules.module
+
+    def run() -> list[str]:
+        calls.clear()
+        layer(torch.ones(1, requires_grad=True)).sum().backward()
+        return list(calls)
+
     layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
     assert not result_hooks(layer)
     handles = [
@@ -121,28 +106,14 @@ def test_hooks_are_seen_and_removed() -> None:
         layer.register_full_backward_hook(lambda *_: calls.append("backward")),
         layer.register_full_backward_pre_hook(lambda *_: calls.append("backward pre")),
     ]
-    layer.register_state_dict_pre_hook(lambda *_: calls.append("state dict"))
-    assert result_hooks(layer) == {handle.id for handle in handles}
+    assert result_hooks(layer) == {handle.id for handle in handles} and len(run()) == 4
     clear_hooks(layer)
-    layer(torch.ones(1, requires_grad=True)).sum().backward()
-    layer.state_dict()
-    assert calls == [] and not argument_hooks(layer) and not result_hooks(layer)
-
-
-def test_hooks_of_all_modules_can_be_left_out_of_a_call() -> None:
-    module, ran, of = nn.Linear(2, 2), list[str](), torch.nn.modules.module
-    handles = [
-        of.register_module_forward_pre_hook(lambda *_: ran.append("before")),
-        of.register_module_forward_hook(lambda *_: ran.append("after")),
-        of.register_module_full_backward_hook(lambda *_: ran.append("backward")),
-    ]
+    assert run() == [] and not argument_hooks(layer) and not result_hooks(layer)
+    handle = of.register_module_forward_hook(lambda *_: calls.append("global"))
     with without_global_hooks():
-        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert ran == []
-    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert ran == ["before", "after", "backward"]
-    for handle in handles:
-        handle.remove()
+        assert run() == []
+    assert run() == ["global"]
+    handle.remove()
 
 
 def test_modules_of_torch_have_a_method_that_initializes_their_parameters() -> None:
@@ -201,12 +172,7 @@ def test_code_of_users_and_of_libraries_is_told_apart() -> None:
     module.register_load_state_dict_pre_hook(partial(hook, 1))  # type: ignore[no-untyped-call]  # torch's
     assert pre_load_origins(module) == {"user"} and not has_post_load_hooks(module)
     module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
-    assert has_post_load_hooks(module)
-
-
-def test_code_of_torch_distributed_does_not_count() -> None:
-    wrapped = checkpoint_wrapper(nn.Linear(1, 1))
-    assert len(wrapped._load_state_dict_pre_hooks) == 1 and pre_load_origins(wrapped) == set()
+    assert has_post_load_hooks(module) and pre_load_origins(checkpoint_wrapper(nn.Linear(1, 1))) == set()
 
 
 def test_each_parameter_that_is_deep_copied_is_told_with_its_copy_until_it_ends() -> None:
@@ -234,63 +200,47 @@ def outer(x, inner):
 def half_seen(x, inner):
     before = set_frame_callback(None)
     first = inner(x)
-    assert set_frame_callback(before) is None
+    set_frame_callback(before)
     return inner(first)
 """
 
 
-@pytest.fixture
-def skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module in a folder that is to be skipped; what is skipped besides is as before in the end."""
-    (tmp_path / "shardckpt_to_skip.py").write_text(CODE)
-    spec = importlib.util.spec_from_file_location("shardckpt_to_skip", tmp_path / "shardckpt_to_skip.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    rules = torch._dynamo.trace_rules
+def test_of_skipped_folders_only_what_they_call_is_compiled_and_without_a_callback_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: how many calls of torch each compiled graph has."""
+    rules, functions = torch._dynamo.trace_rules, dict[str, Any]()
+    exec(compile(CODE, str(tmp_path / "skipped.py"), "exec"), functions)
     monkeypatch.setattr(rules, "SKIP_DIRS", list(rules.SKIP_DIRS))
     monkeypatch.setattr(rules, "SKIP_DIRS_RE", rules.SKIP_DIRS_RE)
-    torch._dynamo.reset()
-    yield module
-    torch._dynamo.reset()
 
+    def graph_sizes(name: str) -> list[int]:
+        sizes: list[int] = []
 
-def graph_sizes(function: Callable[..., Tensor], inner: Callable[[Tensor], Tensor]) -> list[int]:
-    """Run a function compiled; returns how many calls of torch each compiled graph has."""
-    sizes: list[int] = []
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+            return graph.forward
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-        return graph.forward
+        torch._dynamo.reset()
+        torch.compile(lambda x: functions[name](x, lambda y: y * 2), backend=backend)(torch.ones(2))
+        return sizes
 
-    torch.compile(lambda x: function(x, inner), backend=backend)(torch.ones(2))
-    torch._dynamo.reset()
-    return sizes
-
-
-def times_two(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def test_of_skipped_folders_only_what_they_call_is_compiled(tmp_path: Path, skipped: ModuleType) -> None:
-    assert graph_sizes(skipped.outer, times_two) == [3]
+    assert graph_sizes("outer") == [3]
     skip_folders([str(tmp_path)])
     skip_folders([str(tmp_path)])
-    assert torch._dynamo.trace_rules.SKIP_DIRS.count(str(tmp_path)) == 1
-    assert graph_sizes(skipped.outer, times_two) == [1]
-
-
-def test_without_a_callback_what_is_called_is_not_compiled(tmp_path: Path, skipped: ModuleType) -> None:
-    skip_folders([str(tmp_path)])
-    assert graph_sizes(skipped.half_seen, times_two) == [1]  # the second call
+    assert rules.SKIP_DIRS.count(str(tmp_path)) == 1
+    assert graph_sizes("outer") == [1] and graph_sizes("half_seen") == [1]  # of the second call
+    torch._dynamo.reset()
 
 
 def test_a_module_has_compiled_ones_inside_if_they_are_compiled_in_place_or_wrapped() -> None:
     in_place, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
-    assert not has_compiled(in_place)
+    assert not has_compiled(in_place) and compiled_call(in_place[0]) is None
     in_place[0].compile(backend="eager")
     wrapped[0] = torch.compile(wrapped[0], backend="eager")  # type: ignore[assignment]  # a module
     assert has_compiled(in_place) and has_compiled(in_place[0]) and has_compiled(wrapped)
+    intercept_calls(in_place[0], lambda original, *args: original(*args))
+    assert callable(compiled_call(in_place[0])) and is_compiled(in_place[0]) and not is_compiled(in_place)
 
 
 class Doubling(nn.Module):
