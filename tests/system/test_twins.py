@@ -83,7 +83,7 @@ NOT_IN_PIPELINES = (
     *("FinetunesBackbone", "FollowsByData", "FollowsByAssignment", "FollowsForeach", "FollowsByState"),
     *("FollowsByVector", "ResetsItsHead"),
     *("LoadsInStep", "HoldsAList", "WritesThroughViews", "Recurrent", "Attentive"),
-    *("Recomputed", "Codebook", "ReparametrizedByHooks", "RescalesRows", "SparseGradients", "CompiledNet"),
+    *("Recomputed", "ReparametrizedByHooks", "RescalesRows", "SparseGradients", "CompiledNet"),
     *("UsesWeightsByHand", "ScalesByHook", "MasksByHook", "ClampsByHook", "HooksWhileItAccumulates", "ReadsInHook"),
     "EditsAfterAccumulation",
 )

@@ -44,36 +44,6 @@ class LoraByHooksOfParts(Frozen):
         self.net.head.requires_grad_(True)
 
 
-class Lora(nn.Linear):  # a linear layer with an adapter that can be merged into its weight
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lora = LowRank(self)
-        self.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.lora(x)
-
-
-class MergesAndBeginsAnew(Frozen, max_epochs=2):
-    """ReLoRA: after some steps the adapters go into the weights, begin with zeros, and Adam's moments are pruned."""
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = Lora(WIDTH, 12)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
-        if self.global_step % 3:
-            return
-        optimizer = self.optimizers().optimizer
-        for layer in (m for m in self.net.modules() if isinstance(m, Lora)):
-            layer.weight.add_(layer.lora.delta())
-            nn.init.zeros_(layer.lora.up)
-            for key in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[layer.lora.up][key].mul_(0.1)
-
-
 class SwapsAdaptersByBatch(Frozen, max_epochs=2):
     class Layer(nn.Module):  # a layer with two adapters, of which one is active
         active = "one"

@@ -35,14 +35,14 @@ CALLBACKS: dict[str, tuple[Any, type, dict[str, Any]]] = {
         {"max_epochs": 2, "accumulate_grad_batches": 1},
     ),
     "ChangesByLambda": (
-        lambda: [callbacks.Timer("00:01:00:00"), callbacks.LambdaCallback(on_train_batch_end=shrink)], Natural, {}
+        lambda: [callbacks.Timer("00:01:00:00"), callbacks.LambdaCallback(on_train_batch_end=shrink)],
+        Natural,
+        {},
     ),
 }
 if hasattr(callbacks, "WeightAveraging"):  # since Lightning 2.6
     CALLBACKS |= {
-        "Averages": (
-            lambda: [callbacks.WeightAveraging(avg_fn=get_swa_avg_fn())], Validated, {"limit_val_batches": 1}
-        ),
+        "Averages": (lambda: [callbacks.WeightAveraging(avg_fn=get_swa_avg_fn())], Validated, {"limit_val_batches": 1}),
         "AveragesExponentially": (
             lambda: [callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=1)],
             Validated,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
-from tests.sweeps.twins.base import BATCH, CLASSES, STEPS, WIDTH, Net, dataset
+from tests.sweeps.twins.base import BATCH, STEPS, WIDTH, Net, dataset
 from tests.sweeps.twins.run import TOPOLOGIES, Found, described, whole
 
 Script = Callable[["Loop"], None]
@@ -176,51 +176,6 @@ def penalizes_gradients(loop: Loop) -> None:
         loss = loss_of(model, batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         loop.learn(loss + 0.1 * sum(g.square().sum() for g in grads), optimizer)
-
-
-@script
-def contrasts(loop: Loop) -> None:
-    """Features of all ranks, gathered with gradients."""
-    _, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        every = (loop.fabric.all_gather(model(x), sync_grads=True) for x in (batch[0], batch[2]))
-        one, two = (F.normalize(x.reshape(-1, CLASSES), dim=1) for x in every)
-        logits = one @ two.t() / 0.2
-        loop.learn(F.cross_entropy(logits, torch.arange(len(logits))), optimizer)
-
-
-@script
-def adds_a_head(loop: Loop) -> None:
-    net, model, optimizer = loop.set_up()
-    for number, batch in enumerate(loop.batches()):
-        if number == 1:
-            torch.manual_seed(4)
-            net.extra = nn.Linear(WIDTH, CLASSES).to(net.scale)
-            optimizer.add_param_group({"params": list(net.extra.parameters())})
-        out = model(batch[0])
-        if number >= 1:
-            out = out + net.extra(net.features(batch[2]))
-        loop.fabric.backward(F.cross_entropy(out, batch[1]))
-        loop.fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@script
-def searches_lines(loop: Loop) -> None:
-    """L-BFGS by a closure, whose loss is reduced by the script."""
-    net = loop.net()
-    lbfgs = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
-    model, optimizer = loop.setup("net", net, lbfgs)
-    for batch in loop.batches():
-
-        def closure(batch: list[Tensor] = batch) -> Any:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loop.fabric.backward(loss)
-            return loop.fabric.all_reduce(loss.detach())
-
-        optimizer.step(closure)
 
 
 @script

@@ -138,23 +138,6 @@ class MixesWithTheFlipped(Natural):  # mixup as timm has it: each sample with on
         return DataLoader(dataset(), batch_size=BATCH)
 
 
-class Contrastive(Natural):  # CLIP-like: two towers, negatives of all batches, a temperature that is clamped
-    def build(self) -> None:
-        self.image, self.text = Net(classes=4), Net(classes=4)
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        a, b = F.normalize(self.image(batch[0]), dim=1), F.normalize(self.text(batch[2]), dim=1)
-        every = [self.all_gather(x, sync_grads=True).reshape(-1, 4) for x in (a, b)]
-        logits = self.logit_scale.exp() * every[0] @ every[1].t()
-        labels = torch.arange(len(logits), device=logits.device)
-        self.seen.append(self.logit_scale.item())
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.logit_scale.data = torch.clamp(self.logit_scale.data, 0, 1.02)
-
-
 class SimSiam(Natural):
     def build(self) -> None:
         self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -189,25 +172,6 @@ class MomentumContrast(Natural):  # MoCo: a slow encoder, a queue of its outputs
             self.queue[:, int(self.pointer) : int(self.pointer) + len(every)] = every.t()
             self.pointer.copy_((self.pointer + len(every)) % 32)
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
-
-
-class Codebook(Natural):
-    """VQ-VAE: codes that follow means of what was assigned to them, in a parameter without gradients."""
-
-    def build(self) -> None:
-        self.encoder, self.decoder, self.codes = nn.Linear(6, 4), nn.Linear(4, 6), nn.Embedding(5, 4)
-        self.codes.weight.requires_grad_(False)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        z = self.encoder(batch[0])
-        nearest = torch.cdist(z, self.codes.weight).argmin(1)
-        with torch.no_grad():
-            chosen = F.one_hot(nearest, 5).to(z.dtype)
-            sums = self.all_gather(chosen.t() @ z).reshape(-1, 5, 4).sum(0)
-            counts = self.all_gather(chosen.sum(0)).reshape(-1, 5).sum(0)
-            self.codes.weight.data[counts > 0] = (0.5 * self.codes.weight + 0.5 * sums / counts[:, None])[counts > 0]
-        quantized = z + (self.codes(nearest) - z).detach()
-        return F.mse_loss(self.decoder(quantized), batch[0]) + F.mse_loss(z, self.codes(nearest).detach())
 
 
 # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,10 +42,6 @@ def long_tokens_of(batch: Batch) -> Inputs:
     return {name: tokens.repeat(1, 4) for name, tokens in tokens_of(batch).items()}
 
 
-def classes_of_tokens(batch: Batch) -> Inputs:
-    return {"input_ids": batch[3] + 1, "labels": batch[1] % 2}
-
-
 def images(batch: Batch) -> Tensor:
     return F.interpolate(batch[0].reshape(-1, 1, 6, 1).expand(-1, 3, -1, 6), size=(32, 32))
 
@@ -56,14 +52,6 @@ def classes_of_images(batch: Batch) -> Inputs:
 
 def captions(batch: Batch) -> Inputs:
     return {"input_ids": batch[3] + 1, "pixel_values": images(batch)}
-
-
-def classes_of_sounds(batch: Batch) -> Inputs:
-    return {"input_values": batch[0].repeat(1, 100), "labels": batch[1] % 2}
-
-
-def speech(batch: Batch) -> Inputs:
-    return {"input_features": batch[0].repeat(1, 8)[:, None, :40].expand(-1, 8, -1), "labels": batch[3] + 1}
 
 
 @dataclass(frozen=True)
@@ -133,13 +121,7 @@ MODELS = {
     "Llama": Recipe("LlamaForCausalLM", "llama", HEADS),
     "LlamaTied": Recipe("LlamaForCausalLM", "llama", {"tie_word_embeddings": True}),
     "Gemma2": Recipe("Gemma2ForCausalLM", "gemma2", {**HEADS, "query_pre_attn_scalar": 8}),
-    "Gemma3": Recipe("Gemma3ForCausalLM", "gemma3_text", {**HEADS, "query_pre_attn_scalar": 8}),
-    "Phi3": Recipe("Phi3ForCausalLM", "phi3"),
     "Falcon": Recipe("FalconForCausalLM", "falcon"),
-    "Bloom": Recipe("BloomForCausalLM", "bloom", {"n_layer": 2, "n_head": 2}),
-    "Opt": Recipe("OPTForCausalLM", "opt", {"ffn_dim": 32, "word_embed_proj_dim": 16}),
-    "NeoX": Recipe("GPTNeoXForCausalLM", "gpt_neox"),
-    "GptJ": Recipe("GPTJForCausalLM", "gptj", {**GPT, "rotary_dim": 4}),
     "Mamba": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}),
     "MambaRecomputed": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}, recomputes=True),
     "Mamba2": Recipe(
@@ -150,18 +132,6 @@ MODELS = {
     "T5": Recipe("T5ForConditionalGeneration", "t5", {"d_model": 16, "d_kv": 8, "d_ff": 32}),
     "Bart": Recipe("BartForConditionalGeneration", "bart", SEQUENCES),
     "Bert": Recipe("BertForMaskedLM", "bert"),
-    "Roberta": Recipe("RobertaForSequenceClassification", "roberta", inputs=classes_of_tokens),
-    "Albert": Recipe("AlbertForMaskedLM", "albert", {"embedding_size": 8}),
-    "Deberta": Recipe(
-        *("DebertaV2ForMaskedLM", "deberta-v2"),
-        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
-    ),
-    "Electra": Recipe("ElectraForSequenceClassification", "electra", {"embedding_size": 8}, classes_of_tokens),
-    "XLNet": Recipe(
-        *("XLNetForSequenceClassification", "xlnet"),
-        {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "max_position_embeddings": None},
-        classes_of_tokens,
-    ),
     "Reformer": Recipe(
         *("ReformerForMaskedLM", "reformer"),
         {"attention_head_size": 8, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4, "is_decoder": False}
@@ -169,43 +139,12 @@ MODELS = {
         | {"max_position_embeddings": 16},
         long_tokens_of,
     ),
-    "Longformer": Recipe("LongformerForMaskedLM", "longformer", {"attention_window": 4}),
-    "BigBird": Recipe("BigBirdForMaskedLM", "big_bird", {"attention_type": "original_full"}),
-    "Funnel": Recipe(
-        *("FunnelForMaskedLM", "funnel"),
-        {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "block_sizes": [1, 1], "num_hidden_layers": None},
-    ),
-    "FNet": Recipe("FNetForMaskedLM", "fnet"),
-    "ModernBert": Recipe("ModernBertForMaskedLM", "modernbert"),
     "Vit": Recipe("ViTForImageClassification", "vit", PIXELS, classes_of_images),
-    "Dino": Recipe("Dinov2ForImageClassification", "dinov2", PIXELS, classes_of_images),
-    "ConvNext": Recipe(
-        *("ConvNextForImageClassification", "convnext"),
-        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-        classes_of_images,
-    ),
-    "Segformer": Recipe(
-        *("SegformerForImageClassification", "segformer"),
-        {"depths": [1, 1], "hidden_sizes": [8, 8], "mlp_ratios": [2, 2], "num_attention_heads": [1, 2]}
-        | {"num_encoder_blocks": 2, "patch_sizes": [7, 3], "sr_ratios": [2, 1], "strides": [4, 2]},
-        classes_of_images,
-    ),
     "Clip": Recipe(
         *("CLIPModel", "clip"),
         {"projection_dim": 8, "text_config": {**SIZES, "decoder_start_token_id": None}}
         | {"vision_config": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, **PIXELS}},
         captions,
-    ),
-    "Wav2Vec2": Recipe(
-        *("Wav2Vec2ForSequenceClassification", "wav2vec2"),
-        {"apply_spec_augment": False, "conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
-        | {"num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4, "num_feat_extract_layers": 2},
-        classes_of_sounds,
-    ),
-    "Whisper": Recipe(
-        *("WhisperForConditionalGeneration", "whisper"),
-        {**SEQUENCES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16},
-        speech,
     ),
 }
 
@@ -215,7 +154,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Lora": ("LoraConfig", LINEAR),
     "LoraDora": ("LoraConfig", {**LINEAR, "use_dora": True}),
     "LoraPissa": ("LoraConfig", {**LINEAR, "init_lora_weights": "pissa"}),
-    "LoraOlora": ("LoraConfig", {**LINEAR, "init_lora_weights": "olora"}),
     "LoraBiases": ("LoraConfig", {**LINEAR, "bias": "all", "lora_bias": True}),
     "LoraAndHead": ("LoraConfig", {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
     "LoraOfEmbedding": ("LoraConfig", {"target_modules": ["q_proj", "embed_tokens"]}),
@@ -225,20 +163,13 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdaLora": ("AdaLoraConfig", {**LINEAR, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 1}),
     "Ia3": ("IA3Config", {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "LoHa": ("LoHaConfig", {**LINEAR, "r": 4}),
-    "LoKr": ("LoKrConfig", {**LINEAR, "r": 4}),
     "Oft": ("OFTConfig", {**SQUARE, "oft_block_size": 8}),
-    "Boft": ("BOFTConfig", {**SQUARE, "boft_block_size": 4}),
     "Vera": ("VeraConfig", {**SQUARE, "r": 4}),
-    "Hra": ("HRAConfig", {**SQUARE, "r": 4}),
     "VbLora": ("VBLoRAConfig", {**SQUARE, "r": 2, "num_vectors": 8, "vector_length": 4}),
-    "Miss": ("MissConfig", {**SQUARE, "r": 4}),
-    "RandLora": ("RandLoraConfig", {**SQUARE, "r": 4}),
     "Shira": ("ShiraConfig", {**SQUARE, "r": 2}),
-    "C3a": ("C3AConfig", {**SQUARE, "block_size": 8}),
     "NormTuning": ("LNTuningConfig", {"target_modules": ["norm"]}),
     "PromptTuning": ("PromptTuningConfig", PROMPT),
     "PrefixTuning": ("PrefixTuningConfig", PROMPT),
-    "PromptEncoder": ("PromptEncoderConfig", {**PROMPT, "encoder_hidden_size": 16}),
     "AdaptionPrompt": ("AdaptionPromptConfig", {"task_type": "CAUSAL_LM", "adapter_len": 3, "adapter_layers": 1}),
 }
 

@@ -1,8 +1,7 @@
-"""Recipes of papers: distillation, recomputation by hand, functions of users, early exits, experts, failing steps."""
+"""Recipes of papers: recomputation by hand, functions of users, dropped layers, failing steps."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,85 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.sweeps.twins.base import BY_FUNCTION, CLASSES, WIDTH, Block, Manual, Natural, Net
+from tests.sweeps.twins.base import BY_FUNCTION, CLASSES, WIDTH, Manual, Natural
 from tests.sweeps.twins.models import ByLayers
 
 
-class DistillsFeatures(Natural):
-    """The student's layers follow those of a frozen teacher; hooks of both collect their outputs."""
-
-    def build(self) -> None:
-        self.teacher, self.net = Net().requires_grad_(False).eval(), Net()
-        self.outputs: tuple[list[Tensor], list[Tensor]] = [], []
-        for net, outputs in zip((self.teacher, self.net), self.outputs, strict=True):
-            for module in (*net.layers, net.norm):
-                module.register_forward_hook(lambda m, args, out, outputs=outputs: outputs.append(out))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        with torch.no_grad():
-            self.teacher(batch[0])
-        hard = F.cross_entropy(self.net(batch[0]), batch[1])
-        soft = sum(F.mse_loss(student, teacher) for teacher, student in zip(*self.outputs, strict=True))
-        for outputs in self.outputs:
-            outputs.clear()
-        return hard + 0.5 * soft
-
-
-# ── teachers inside of modules ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class WithTeacher(nn.Module):  # a layer with an average of itself, which follows in each forward
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = Block()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            for mean, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                mean.mul_(0.9).add_(p, alpha=0.1)
-            target = self.teacher(x)
-        found = self.student(x)
-        return found, F.mse_loss(found, target)
-
-
-class FollowsItselfInLayers(Natural):
-    def build(self) -> None:
-        self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.layers = nn.ModuleList(WithTeacher() for _ in range(2))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, consistency = self.embed(batch[0]), []
-        for layer in self.layers:
-            x, difference = layer(x)
-            consistency.append(difference)
-        return F.cross_entropy(self.head(x), batch[1]) + torch.stack(consistency).sum()
-
-
-class Linears(Natural, abstract=True):  # has another linear layer in its layers
-    Linear: type[nn.Linear]
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = self.Linear(WIDTH, 12)
-
-
-class AveragesWeightsInBuffers(Linears):
-    """The average that a layer keeps of its weight is a buffer, and takes part in its output."""
-
-    class Linear(nn.Linear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.register_buffer("anchor", self.weight.detach().clone())
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.anchor.mul_(0.8).add_(self.weight.detach(), alpha=0.2)
-            return F.linear(x, 0.5 * (self.weight + self.anchor), self.bias)
-
-
-class PowerIterates(Linears):
+class PowerIterates(Natural):
     """A penalty of the largest singular value, with the vector of the iteration as a buffer of the layer."""
 
     class Linear(nn.Linear):
@@ -103,6 +28,11 @@ class PowerIterates(Linears):
                 self.u.copy_(F.normalize(self.weight @ v, dim=0))
             self.sigma = torch.dot(self.u.clone(), self.weight @ v)
             return super().forward(x)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Linear(WIDTH, 12)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) + 0.1 * sum(layer.a.sigma**2 for layer in self.net.layers)
@@ -266,68 +196,6 @@ class DropsLayers(ByLayers, max_epochs=2):  # stochastic depth by a generator of
             if torch.rand((), generator=self.draws) < 0.6:
                 x = layer(x)
         return x
-
-
-class BalancesExperts(Natural):  # each layer leaves a loss for the balance of its experts on itself
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights = self.gate(x).softmax(-1)
-            self.aux = (weights * weights).sum(-1).mean()
-            return x + sum(weights[:, n, None] * expert(x) for n, expert in enumerate(self.experts))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss(batch) + 0.1 * sum(layer.aux for layer in self.net.layers)
-
-
-class PenalizesWhereHooksAre(Natural):
-    """Hooks of the modules in a layer collect a penalty of their weights while it runs."""
-
-    def build(self) -> None:
-        super().build()
-        self.penalties: list[Tensor] = []
-        for layer in self.net.layers:
-            for module in (layer.a, layer.b):
-                module.register_forward_hook(lambda m, args, out: self.penalties.append(m.weight.abs().mean()))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        loss = super().loss(batch) + 0.1 * torch.stack(self.penalties).sum()
-        self.penalties.clear()
-        return loss
-
-
-class Output:  # what a layer returns: its output, and the weight that made it
-    def __init__(self, value: Tensor, weight: Tensor) -> None:
-        self.value, self.weight = value, weight
-
-
-class PenalizesWhatIsReturned(Natural):
-    """After the optimizer's step, the weights that the layers returned are made of norm one."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Output:
-            return Output(x + torch.tanh(self.linear(x)), self.linear.weight)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, self.returned = self.net.embed(batch[0]), []
-        for layer in self.net.layers:
-            self.returned.append(layer(x))
-            x = self.returned[-1].value
-        penalty = sum(found.weight.square().mean() for found in self.returned)
-        return F.cross_entropy(self.net.head(x), batch[1]) + penalty
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        for found in self.returned:
-            found.weight.div_(found.weight.norm(dim=1, keepdim=True))
-            self.seen.append(float(found.weight.sum()))
 
 
 # ── steps that fail, and go on; parts that are frozen in between ────────────────────────────────────────────────────

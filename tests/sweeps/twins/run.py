@@ -63,8 +63,8 @@ TOPOLOGIES: dict[str, tuple[int, Mapping[str, Any]]] = {
 
 OUTSIDE_PIPELINES = frozenset(
     {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
-    | {"DistillsFeatures", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
-    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
+    | {"LooksAtGradientsOfActivations", "WatchesEveryModule", "WatchesModules"}  # hooks
+    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward"}
     | {"AssignsTwiceInStep", "ClampsInStep"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
     | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from tests.sweeps.twins.base import SECOND_DERIVATIVES, Manual, Natural, Validated
-from tests.sweeps.twins.optimizers import OfEach, Own, simple
+from tests.sweeps.twins.base import SECOND_DERIVATIVES, Manual, Natural
+from tests.sweeps.twins.optimizers import Own, simple
 
 # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,94 +104,6 @@ class ChecksFinite(Natural):  # skips by a test of all gradients at once, as mix
 
 
 # ── optimizers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Prodigy(Own):  # a learning rate from global dot products; slices of parameters in its state
-    def __init__(self, params: Any, slice_p: int = 2) -> None:
-        super().__init__(params, lr=1.0, d=1e-3, d0=1e-3, numerator=0.0, k=0, slice_p=slice_p)
-
-    def update_all(self, loss: Any) -> None:
-        group = self.param_groups[0]
-        d, every, denominator, numerator = group["d"], group["slice_p"], 0.0, group["numerator"] * 0.95
-        active = [p for p in group["params"] if p.grad is not None]
-        for p in active:
-            state = self.state[p]
-            if "step" not in state:
-                state["step"] = 0
-                state["s"] = torch.zeros_like(p.flatten()[::every]).detach()
-                state["p0"] = p.flatten()[::every].detach().clone() if p.any() else torch.tensor(0, dtype=p.dtype)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p).detach(), torch.zeros_like(p).detach()
-            grad = p.grad
-            sliced = grad.flatten()[::every]
-            numerator += d / group["d0"] * d * torch.dot(sliced, state["p0"] - p.flatten()[::every]).item()
-            state["exp_avg"].mul_(0.9).add_(grad, alpha=d * 0.1)
-            state["exp_avg_sq"].mul_(0.95).addcmul_(grad, grad, value=d * d * 0.05)
-            state["s"].mul_(0.95).add_(sliced, alpha=d / group["d0"] * d)
-            denominator += state["s"].abs().sum().item()
-        d_hat = numerator / max(denominator, 1e-12)
-        group["numerator"], group["d"], group["k"] = numerator, max(d, min(d_hat, d * 1.5)), group["k"] + 1
-        for p in active:
-            self.state[p]["step"] += 1
-            denom = self.state[p]["exp_avg_sq"].sqrt().add_(group["d"] * 1e-2)
-            p.data.addcdiv_(self.state[p]["exp_avg"], denom, value=-group["d"])
-
-
-simple("Prodigy", lambda m: Prodigy(m.parameters()))
-
-
-class ScheduleFree(Own):  # weights that are swapped for evaluation by ``train`` and ``eval``
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, beta=0.9, k=0, train_mode=True)
-
-    @torch.no_grad()
-    def switch(self, train: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] != train:
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        weight = 1 - group["beta"] if train else 1 - 1 / group["beta"]
-                        p.lerp_(end=self.state[p]["z"], weight=weight)
-                group["train_mode"] = train
-
-    def update_all(self, loss: Any) -> None:
-        for group in self.param_groups:
-            active = [p for p in group["params"] if p.grad is not None]
-            for p in active:
-                if "z" not in self.state[p]:
-                    self.state[p]["z"] = torch.clone(p, memory_format=torch.preserve_format)
-            y, grad, z = zip(*[(p, p.grad, self.state[p]["z"]) for p in active], strict=True)
-            ckp1 = 1 / (group["k"] + 1)
-            torch._foreach_lerp_(y, z, weight=ckp1)
-            torch._foreach_add_(y, grad, alpha=group["lr"] * (group["beta"] * (1 - ckp1) - 1))
-            torch._foreach_sub_(z, grad, alpha=group["lr"])
-            group["k"] += 1
-
-
-class TrainsScheduleFree(Validated, limit_val_batches=1):
-    def configure_optimizers(self) -> Any:
-        return ScheduleFree(self.parameters())
-
-    def on_validation_start(self) -> None:
-        self.optimizers().optimizer.switch(False)
-
-    def on_validation_end(self) -> None:
-        self.optimizers().optimizer.switch(True)
-
-
-class QuantizedAdam(OfEach):  # blockwise codes in int8 and scales, in place of moments
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moment = 0.9 * (self.read(state, p) if state else torch.zeros_like(p)) + 0.1 * grad
-        flat = moment.flatten()
-        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 16)).view(-1, 16)
-        state["scales"] = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
-        state["codes"] = (blocks / state["scales"] * 127).round().to(torch.int8)
-        p.add_(self.read(state, p), alpha=-group["lr"])
-
-    def read(self, state: dict[str, Any], p: Tensor) -> Tensor:
-        return (state["codes"].to(p.dtype) / 127 * state["scales"]).flatten()[: p.numel()].view_as(p)
-
-
-simple("QuantizedAdam", lambda m: QuantizedAdam(m.parameters()), tolerance=1e-8)
 
 
 class SamOptimizer(Optimizer):  # as davda54's: wraps another optimizer, shares its groups

@@ -12,31 +12,6 @@ from torch.nn import functional as F
 from tests.sweeps.twins.base import CLASSES, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
 
 
-class _Rounded(torch.autograd.Function):  # signs, with a straight-through gradient
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return weight.sign() * weight.abs().mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return gradient * (weight.abs() <= 1)
-
-
-class Binarizes(Natural):
-    class Head(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, _Rounded.apply(self.weight), self.bias)
-
-    def build(self) -> None:
-        super().build()
-        self.net.embed = self.Head(6, WIDTH)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss(batch) + 0.1 * _Rounded.apply(self.net.layers[0].a.weight).square().mean()
-
-
 class TrainsBinaryNet(Manual):
     class Head(nn.Linear):  # as in BinaryNet: the real weight is an attribute of the parameter, which holds its signs
         def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +207,7 @@ class SharesTransposed(Natural):
     def loss(self, batch: list[Tensor]) -> Tensor:
         x = F.linear(F.gelu(self.mix(self.embed(batch[3]))), self.mix.weight.t())
         logits = torch.einsum("btc,vc->btv", x, self.embed.weight[:7]) + self.bias
-        half = torch.baddbmm(x[..., :4], x, self.embed.weight[:WIDTH - 1].new_ones(1, WIDTH, 4).expand(len(x), -1, -1))
+        half = torch.baddbmm(x[..., :4], x, self.embed.weight[: WIDTH - 1].new_ones(1, WIDTH, 4).expand(len(x), -1, -1))
         return F.cross_entropy(logits.flatten(0, 1), batch[3].flatten()) + 1e-2 * half.square().mean()
 
 
