@@ -54,14 +54,9 @@ Node: TypeAlias = File | Directory
 
 @dataclass(slots=True)
 class Disk:
-    """A file tree that changes as the calls of a log say.
-
-    ``names_with_files``: whether a sync of a new file makes its name durable, too, as ext4 and xfs do; POSIX doesn't
-    say so.
-    """
+    """A file tree that changes as the calls of a log say."""
 
     root: Directory
-    names_with_files: bool = False
 
     def apply(self, change: Change) -> None:
         parent, name = self._parent(change.path)
@@ -103,12 +98,8 @@ class Disk:
         node = self._node(path)
         if isinstance(node, Directory):
             node.versions = [dict(node.entries)]
-            return
-        node.durable = node.content
-        parent, name = self._parent(path)
-        if self.names_with_files:
-            named = [i for i, version in enumerate(parent.versions) if version.get(name) is node]
-            parent.versions = parent.versions[min(named, default=0) :]
+        else:
+            node.durable = node.content
 
     def _node(self, path: str) -> Any:
         node: Any = self.root
@@ -170,9 +161,7 @@ class Loss:  # what loads after the power failed when ``done`` of ``of`` calls h
         return f"{self.scenario}: {self.found} in {self.states} states if the power fails after {when}"
 
 
-def losses(
-    scenario: Scenario, *, names_with_files: bool = False, without: Any = lambda change: False, every: int = 1
-) -> list[Loss]:
+def losses(scenario: Scenario, *, without: Any = lambda change: False, every: int = 1) -> list[Loss]:
     """Lose power at every moment of an action, as if it had not made the changes that ``without`` names.
 
     Of all states that may be left, one of ``every`` is loaded.
@@ -181,7 +170,7 @@ def losses(
         template, _ = prepared(scenario, folder)
         ends = action(scenario, template, os.path.join(folder, "recorded", "root"), 0, NO_FAULT, True)
         log = sorted((c for end in ends for c in end.changes if not without(c)), key=lambda c: c.at_ns)
-        moments = list(_moments(Disk(read(template), names_with_files), log))
+        moments = list(_moments(Disk(read(template)), log))
         distinct = sorted(set().union(*moments), key=repr)[::every]
         jobs = [(scenario, folder, state) for state in distinct]
         found = dict(zip(distinct, spread(_load, jobs, WORKERS), strict=True))

@@ -146,9 +146,7 @@ def acted(scenario: Scenario, root: str, work: Callable[[], None], fault: Fault,
     with Interposer(root, fault, record=record, exchange=scenario.exchange) as interposer:
         try:
             work()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except Exception as error:
             how, message = "raised", f"{type(error).__name__}: {error}"
     return End(how, message, tuple(interposer.calls), tuple(interposer.changes))  # type: ignore[arg-type]
 
