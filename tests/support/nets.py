@@ -88,6 +88,12 @@ def qwen3(**options: Any) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**_HF, head_dim=4, **options))
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_HF | {"intermediate_size": 16, "num_local_experts": 4}))
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -116,6 +122,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied llama": lambda: llama(tie_word_embeddings=True),
     "qwen3": qwen3,
+    "mixtral": mixtral,
     "lora": lambda: lora(modules_to_save=["lm_head", "norm"]),
     "lora embedding": lambda: lora(
         llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.2

@@ -1,7 +1,4 @@
-"""Ranks whose epochs have different numbers of batches all end with an error that says so; equal streams train on.
-
-Oracles: the numbers that the loaders have, and training over loaders with a length.
-"""
+"""Ranks whose epochs have different numbers of batches all end with an error that says so."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support import tiny
@@ -52,7 +48,7 @@ class Sized:
 class Net(pl.LightningModule):
     """The data-parallel ranks of the second half have two batches more, of five."""
 
-    def __init__(self, kind: str = "stream") -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.kind = kind
@@ -108,37 +104,6 @@ def test_ranks_with_other_numbers_of_batches_all_say_so(topology: str, kind: str
     outcomes = run_ranks(world, train_unequally, strategy, kind, options, timeout_s=60, expect_errors=True)
     for outcome in outcomes:
         assert outcome.error is not None and ENDED in outcome.error.message, outcomes
-
-
-RUNS: dict[str, dict[str, Any]] = {
-    "accumulation": {"max_epochs": 2, "accumulate_grad_batches": 2},
-    "a limit beyond": {"max_epochs": 2, "limit_train_batches": 9},
-    "validations": {"max_epochs": 2, "val_check_interval": 2},
-}
-
-
-def train_equally() -> dict[str, list[str]]:
-    """Train over streams as long as each other and over loaders with a length; return what differs."""
-    found = {}
-    for name, options in RUNS.items():
-        states = []
-        for kind in (Stream, TensorDataset):
-            pl.seed_everything(1, verbose=False)
-            module = Net()
-            rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-            data: Dataset[Any] = kind(rows)
-            collate = None if kind is Stream else lambda rows: torch.stack([row for (row,) in rows])
-            loader: Any = DataLoader(data, batch_size=2, collate_fn=collate)
-            run = tiny.trainer({}, use_distributed_sampler=False, **options)
-            run.fit(module, loader, module.val_dataloader())
-            states.append(tiny.full_state(module, run.optimizers) | {"steps": run.global_step})
-        found[name] = tiny.differences(*states)
-    return found
-
-
-def test_streams_of_equal_length_train_as_loaders_with_a_length() -> None:
-    for differing in run_ranks(2, train_equally):
-        assert differing == {name: [] for name in RUNS}
 
 
 class ClockAhead(pl.Callback):

@@ -75,24 +75,17 @@ import state
 state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
-# Cases by section. The others are run by hand: save, load, reshard.
-SECTIONS = {"async": 1, "small": 1, "consolidate": 2, "training": 2}
 
 
-@pytest.mark.parametrize(
-    "section", ["async", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("small", "consolidate", "training"))]
-)
-def test_benchmarks_compare_every_way_and_leave_nothing_behind(section: str, tmp_path: Path, python: Run) -> None:
+def test_benchmarks_compare_every_way_and_leave_nothing_behind(tmp_path: Path, python: Run) -> None:
     """On sizes that say nothing about speed: each way brings back what it saved."""
     sizes = ("--gb=0.02", "--rounds=1", "--ranks=1", "--tensors=100", f"--out={tmp_path}/results.json")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = python(["-c", COMMAND, *sizes, "--only", section, f"--dir={tmp_path}"], env=env, timeout_s=900)
+    done = python(["-c", COMMAND, *sizes, "--only", "async", f"--dir={tmp_path}"], env=env, timeout_s=900)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())[section]
+    rows = json.loads((tmp_path / "results.json").read_text())["async"]["rows"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert f"| {section}, " in done.stdout
-    assert len({row["case"] for row in results["rows"]}) == SECTIONS[section]
-    assert all("error" not in row and row["median"] for row in results["rows"]), results["rows"]
+    assert "| async, " in done.stdout and rows and all("error" not in row and row["median"] for row in rows)
 
 
 # ── slurm_script ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,11 +116,6 @@ sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode 
 SCONTROL = '#!/bin/bash\necho "$@" >> scontrol.log\n'
 SMALL = [f"--trainer.{option}" for option in ("accelerator=cpu", "devices=1", "max_epochs=3", "limit_train_batches=40")]
 SMALL += [f"--trainer.strategy.init_args.{axis}=1" for axis in ("data_parallel_shard_size", "tensor_parallel_size")]
-
-
-def test_bash_understands_the_script() -> None:
-    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_slurm_starts_a_process_for_each_device_of_the_config() -> None:
@@ -177,13 +165,6 @@ def test_a_job_whose_time_is_up_is_requeued_and_ends_as_one_that_was_not_interru
     names = [name for name in metadata(ends[1]).tensors if not name.startswith("trainer/")]
     for (name, a), (_, b) in zip(*(load_keys(path, names) for path in ends), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_a_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
-    status, asked, printed = submitted(tmp_path / "job", "--model.width=17")  # which the heads do not divide
-    assert (status, asked) == (1, []), printed
 
 
 # ── ladder ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,33 +232,32 @@ def assert_close(found: Path, expected: Path) -> None:
 def test_a_plain_torch_script_goes_on_on_other_ranks_and_ends_when_all_is_written(
     tmp_path: Path, printed_by: Callable[..., str]
 ) -> None:
-    script, moved = ROOT / "examples" / "plain_torch.py", tmp_path / "checkpoints" / "plain-torch"
     (first,) = documented_commands("plain_torch.py")
-    assert printed_by(script, *first) == "step 4\n"
-    printed = printed_by(*TORCHRUN, script, "--steps=6")
-    assert "continuing after step 4 on 2 process(es)" in printed
-    assert metadata(moved).world_size == 2
-    alone = tmp_path / "checkpoints" / "alone"
-    whole, rest = (printed_by(script, "--steps=8", f"--checkpoint={path}") for path in (alone, moved))
-    assert "continuing" not in whole and "continuing after step 6" in rest
-    assert_close(moved, alone)
-    assert sorted(os.listdir(alone.parent)) == ["alone", "plain-torch"]
+    goes_on(tmp_path, printed_by, "plain_torch.py", [first, ["--steps=6"]], "2 process(es)", 6)
 
 
 @pytest.mark.sweep
 def test_a_fabric_script_goes_on_on_other_topologies_and_ends_when_all_is_written(
     tmp_path: Path, printed_by: Callable[..., str]
 ) -> None:
-    script, moved = ROOT / "examples" / "with_fabric.py", tmp_path / "checkpoints" / "fabric"
-    first, second = documented_commands("with_fabric.py")
+    commands = documented_commands("with_fabric.py")
+    goes_on(tmp_path, printed_by, "with_fabric.py", commands, "Topology(pipeline=2, replicate=1, shard=1, tensor=1)", 8)
+
+
+def goes_on(
+    folder: Path, printed_by: Callable[..., str], name: str, commands: list[list[str]], where: str, saved: int
+) -> None:
+    """Oracle: the script that runs alone from its beginning to the end."""
+    script, alone = ROOT / "examples" / name, folder / "checkpoints" / "alone"
+    first, second = commands
     printed_by(script, *first)
-    printed = printed_by(script, *second)
-    assert "continuing after step 4 on Topology(pipeline=2, replicate=1, shard=1, tensor=1)" in printed
-    alone = tmp_path / "checkpoints" / "alone"
-    whole, rest = (printed_by(script, "--steps=10", f"--checkpoint={path}") for path in (alone, moved))
-    assert "continuing" not in whole and "continuing after step 8" in rest
+    printed = printed_by(*(TORCHRUN if name == "plain_torch.py" else ()), script, *second)
+    assert f"continuing after step 4 on {where}" in printed
+    (moved,) = alone.parent.iterdir()
+    whole, rest = (printed_by(script, f"--steps={saved + 2}", f"--checkpoint={path}") for path in (alone, moved))
+    assert "continuing" not in whole and f"continuing after step {saved}" in rest
     assert_close(moved, alone)
-    assert sorted(os.listdir(alone.parent)) == ["alone", "fabric"]
+    assert sorted(alone.parent.iterdir()) == sorted([alone, moved])
 
 
 def test_adapters_continue_on_other_ranks_and_are_merged_into_the_base_model(
@@ -377,15 +357,3 @@ def test_the_notebook_goes_on_on_other_processes_with_the_losses_of_an_uninterru
     done = python(["cells.py"], env=env, folder=tmp_path, timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'pipeline': 2" in done.stdout and 'The "assert" statement' in done.stdout
-
-
-def test_the_notebook_is_small_and_its_links_lead_somewhere() -> None:
-    assert (EXAMPLES / "quickstart.ipynb").stat().st_size < 20_000
-    links = re.findall(r"\]\(([^)]+)\)", "\n".join(sources("markdown")))
-    assert links and [link for link in links if not (EXAMPLES / link).exists()] == []
-
-
-def test_the_outputs_in_the_notebook_are_those_of_one_run_from_top_to_bottom() -> None:
-    cells: list[dict[str, Any]] = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert {output["output_type"] for cell in cells for output in cell["outputs"]} <= {"stream", "execute_result"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
@@ -121,19 +120,6 @@ def errors_and_reductions() -> None:
 
 def test_errors_say_what_to_do_and_reductions_count_each_batch_once() -> None:
     run_ranks(2, errors_and_reductions)
-
-
-def by_name() -> str:
-    fabric = Fabric(accelerator="cpu", strategy="sharded", devices=dist.get_world_size())
-    with pytest.raises(RuntimeError, match=r"call fabric.launch\(\)"):
-        _ = fabric.strategy.topology
-    fabric.launch()
-    return f"{type(fabric.strategy).__module__}: {fabric.strategy.topology}"
-
-
-def test_the_strategy_is_known_by_name_once_the_module_is_imported() -> None:
-    (said,) = run_ranks(1, by_name)
-    assert said == "lightning_shardckpt.fabric: Topology(pipeline=1, replicate=1, shard=1, tensor=1)"
 
 
 # ── pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,24 +109,15 @@ def load_everything(path: str, expected: str, options: dict[str, Any]) -> None:
     found = fabric.load(path + "/all")
     assert differing(dict(found["model"]), full["model"]) == [] and found["step"] == 7
     assert found["optimizer"]["param_groups"][0]["lr"] == full["optimizer"]["param_groups"][0]["lr"]
-
-
-def lone_optimizer(path: str, expected: str, options: dict[str, Any]) -> None:
-    fabric = fabric_of("32-true", **options)  # as a script of its own
-    state = script(fabric, 3, 1)
-    fabric.load_raw(path + "/optimizer", state["optimizer"])
-    assert differing(whole_of(state)["optimizer"], torch.load(expected)["optimizer"]) == []
-
-
-def every_load(path: str, expected: str, options: dict[str, Any]) -> None:
-    load_everything(path, expected, options)
-    lone_optimizer(path, expected, options)
+    its = script(fabric_of("32-true", **options), 3, 1)  # as a script of its own
+    fabric.load_raw(path + "/optimizer", its["optimizer"])
+    assert differing(whole_of(its)["optimizer"], full["optimizer"]) == []
 
 
 def test_what_two_ranks_saved_loads_on_another_topology(tmp_path: Path) -> None:
     folder, expected = str(tmp_path), str(tmp_path / "expected.pt")
     run_ranks(2, save_everything, folder, expected)
-    run_ranks(2, every_load, folder, expected, TENSOR)
+    run_ranks(2, load_everything, folder, expected, TENSOR)
 
 
 # ── the Trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,24 +176,13 @@ def save_in_the_background(path: str) -> None:
     again = script(fabric, 2, 0)
     fabric.load(path + "/a", again)  # waits for it
     assert differing(whole_of(again), full) == []
-    fsync = os.fsync
-    if fabric.global_rank == 1:
-
-        def full_disk(file: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        os.fsync = full_disk
-    fabric.save(path + "/b", state)
-    with pytest.raises(OSError, match="No space left"):
-        fabric.strategy.wait()
-    os.fsync = fsync
     fabric.save(path + "/b", again)
     fabric.strategy.wait()
     assert metadata(path + "/b").step == 2
 
 
 @pytest.mark.slow
-def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_errors(tmp_path: Path) -> None:
+def test_asynchronous_saves_have_the_values_of_the_call(tmp_path: Path) -> None:
     run_ranks(2, save_in_the_background, str(tmp_path))
 
 
@@ -307,19 +286,16 @@ def load_by_each_door(paths: dict[str, tuple[str, ...]], expected: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saving", "world"), [pytest.param(1, 2, marks=pytest.mark.sweep), (2, 1)])
-def test_what_any_door_saved_loads_through_every_door_and_by_functions(
-    saving: int, world: int, tmp_path: Path
-) -> None:
+def test_what_any_door_saved_loads_through_every_door_and_by_functions(tmp_path: Path) -> None:
     """A directory is nothing for plain Fabric, which reads the file that ``consolidate`` makes of it."""
-    run_ranks(saving, save_by_each_door, str(tmp_path))
+    run_ranks(2, save_by_each_door, str(tmp_path))
     for saved_by in DOORS:
         path, expected = f"{tmp_path}/{saved_by}", f"{tmp_path}/{saved_by}.expected"
         paths = {path: DOORS if saved_by == "plain" else DOORS[1:]}
         if saved_by != "plain":
             assert main(["consolidate", path, "--output_file", f"{path}.file"]) == 0
             paths[f"{path}.file"] = DOORS if saved_by == "sharded" else DOORS[:1]  # a file is a file, whoever saved
-        run_ranks(world, load_by_each_door, paths, expected)
+        run_ranks(1, load_by_each_door, paths, expected)
         state = everything(Fabric(accelerator="cpu", devices=1), 2)
         assert load(path, state) == {}
         assert differing(whole_of(state), torch.load(expected)) == []

@@ -98,19 +98,9 @@ def test_functions_load_what_torch_would(kind: str, tmp_path: Path) -> None:
     assert same(alone["optimizer"].state_dict(), plain(saved)["optimizer"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        ("Wraps", r"Wraps has a state_dict of its own, of \['base_optimizer', 'slow'\]"),
-        (
-            "Scales",
-            r"Scales has a state_dict that changes the state of parameters and adds \['mean', 'steps', 'warmup'\]",
-        ),
-        ("AddsObject", r"optimizer_states/0/generator: builtins.object"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_by_name(kind: str, error: str, tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    error = r"Scales has a state_dict that changes the state of parameters and adds \['mean', 'steps', 'warmup'\]"
     with pytest.raises(StateError, match=error):
-        save(tmp_path / "a", stepped(kind, 1))
+        save(tmp_path / "a", stepped("Scales", 1))
     with pytest.raises(StateError, match=error):
-        save(tmp_path / "a", {"optimizer": stepped(kind, 1)["optimizer"]})
+        save(tmp_path / "a", {"optimizer": stepped("Scales", 1)["optimizer"]})

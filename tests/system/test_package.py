@@ -11,8 +11,6 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from email import message_from_bytes
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -92,17 +90,6 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     }
 
 
-def test_the_metadata_is_what_an_index_shows(wheel: Path) -> None:
-    about = metadata_of(wheel)
-    assert (about["Name"], about["Version"]) == (NAME, PROJECT["version"])
-    assert (about["License-Expression"], about["License-File"]) == ("Apache-2.0", "LICENSE")
-    assert about["Requires-Python"] == ">=3.11"
-    assert about["Keywords"].split(",") == sorted(PROJECT["keywords"])
-    assert sorted(about.get_all("Classifier", [])) == sorted(PROJECT["classifiers"])  # hatchling refuses unknown ones
-    assert about["Description-Content-Type"] == "text/markdown"
-    assert about.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
-
-
 def test_workflows_run_the_commands_of_ci_with_every_supported_torch() -> None:
     checks, release = (yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text()) for name in WORKFLOWS)
     matrix = checks["jobs"]["versions"]["strategy"]["matrix"]
@@ -142,11 +129,6 @@ def run(*arguments: str | Path, cwd: Path) -> None:
 def names_in(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
-
-
-def metadata_of(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        return message_from_bytes(archive.read(f"{MODULE}-{PROJECT['version']}.dist-info/METADATA"))
 
 
 def test_an_import_that_fails_tells_its_cause(python: Run) -> None:

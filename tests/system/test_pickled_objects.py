@@ -15,42 +15,34 @@ from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint, metadat
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
+from tests.support import tiny
 from tests.support.boring import Encoder, Encodes, Keeps, Trap
 from tests.support.pool import run_each, run_ranks
 
 CALLBACK, ADDED = Encoder("c"), Encoder("added")
 
 
-def trainer(callback: Keeps, strategy: str = "sharded", pickles: bool = True, **options: Any) -> pl.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    io: list[Any] = [ShardCkptIO(pickle_objects=pickles)]
-    options = {"limit_val_batches": 1, "max_steps": 1, "num_sanity_val_steps": 0} | options
-    world = dist.get_world_size()
+def trainer(callback: Keeps, pickles: bool = True, **options: Any) -> pl.Trainer:
+    options = tiny.QUIET | {"limit_val_batches": 1, "max_steps": 1} | options
+    plugins: list[Any] = [ShardCkptIO(pickle_objects=pickles)]
     return pl.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        plugins=io,
-        callbacks=[callback],
-        logger=False,
-        **quiet,
-        **options,
+        devices=dist.get_world_size(), strategy="sharded", plugins=plugins, callbacks=[callback], **options
     )
 
 
-def save(path: str, strategy: str, value: Any, added: Any) -> None:
+def save(path: str, value: Any, added: Any) -> None:
     """Collective: every rank must call it."""
     module = Encodes(Encoder("a", "b"))
     module.added = added
-    run = trainer(Keeps(value), strategy)
+    run = trainer(Keeps(value))
     run.fit(module)
     run.save_checkpoint(path)
 
 
-def resumed(path: str, strategy: str, call: str, weights_only: bool | None) -> Any:
+def resumed(path: str, call: str, weights_only: bool | None) -> Any:
     """Collective: every rank must call it. Returns what callback and module have got, or the error."""
     module, callback = Encodes(Encoder("other")), Keeps()
-    run = trainer(callback, strategy, max_steps=2)
+    run = trainer(callback, max_steps=2)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,30 +54,28 @@ def resumed(path: str, strategy: str, call: str, weights_only: bool | None) -> A
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints "sharded", of two ranks, and "ddp", of one."""
-    folder = tmp_path_factory.mktemp("pickled")
-    for strategy, world in (("sharded", 2), ("ddp", 1)):
-        run_ranks(world, save, str(folder / strategy), strategy, CALLBACK, ADDED)
-    return folder
+    """A checkpoint of two ranks."""
+    path = tmp_path_factory.mktemp("pickled") / "sharded"
+    run_ranks(2, save, str(path), CALLBACK, ADDED)
+    return path
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("sharded", 2), ("ddp", 1)])
-def test_a_trainer_gets_them_with_weights_only_false_and_else_is_told(saved: Path, strategy: str, world: int) -> None:
+def test_a_trainer_gets_them_with_weights_only_false_and_else_is_told(saved: Path) -> None:
     ways = [("fit", None), ("validate", None), ("fit", False)]
-    found = run_each({way: (world, resumed, str(saved / strategy), strategy, *way) for way in ways})
-    assert found["fit", False] == [(CALLBACK, ADDED)] * world
+    found = run_each({way: (2, resumed, str(saved), *way) for way in ways})
+    assert found["fit", False] == [(CALLBACK, ADDED)] * 2
     for said in (*found["fit", None], *found["validate", None]):
         for part in ("callbacks/Keeps/value  tests.support.boring.Encoder", "added/0  ", "weights_only=False"):
             assert part in said
 
 
 def test_a_module_is_constructed_with_them_or_the_error_says_what_to_pass(saved: Path, tmp_path: Path) -> None:
-    path = str(saved / "sharded")
+    path = str(saved)
     module = load_from_checkpoint(Encodes, path, weights_only=False)
     assert module.hparams["encoder"] == Encoder("a", "b") and module.added == ADDED
     with pytest.raises(StateError, match="load it with weights_only=False"):
         load_from_checkpoint(Encodes, path)
-    run_ranks(1, save, str(tmp_path / "a"), "sharded", 1, None)
+    run_ranks(1, save, str(tmp_path / "a"), 1, None)
     with pytest.raises(StateError, match=r"encoder  .*\n.*encoder=….*weights_only=False for the pickled ones"):
         load_from_checkpoint(Encodes, tmp_path / "a")
     assert load_from_checkpoint(Encodes, tmp_path / "a", encoder=Encoder("mine")).hparams["encoder"] == Encoder("mine")
@@ -94,7 +84,7 @@ def test_a_module_is_constructed_with_them_or_the_error_says_what_to_pass(saved:
 def test_functions_and_tools_read_none_unless_they_are_told_to(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = saved / "sharded"
+    path = saved
     assert load(path, weights_only=False)["added"] == [ADDED]
     with pytest.raises(StateError, match="weights_only=False"):
         load(path)
@@ -107,13 +97,13 @@ def test_functions_and_tools_read_none_unless_they_are_told_to(
 
 
 def save_trap(path: str, trap: str) -> None:
-    save(path, "sharded", Trap(trap), None)
+    save(path, Trap(trap), None)
 
 
 def test_nothing_is_executed_without_consent(tmp_path: Path) -> None:
     trap = tmp_path / "trapped"
     run_ranks(1, save_trap, str(tmp_path / "a"), str(trap))
-    for found in run_ranks(1, resumed, str(tmp_path / "a"), "sharded", "fit", None):
+    for found in run_ranks(1, resumed, str(tmp_path / "a"), "fit", None):
         assert "weights_only=False" in found
     for attempt in (lambda: load(tmp_path / "a"), lambda: load_from_checkpoint(Encodes, tmp_path / "a")):
         with pytest.raises(StateError):
@@ -121,7 +111,7 @@ def test_nothing_is_executed_without_consent(tmp_path: Path) -> None:
     consolidate(tmp_path / "a", tmp_path / "file.ckpt")
     verify(tmp_path / "a")
     assert not trap.exists()
-    run_ranks(1, resumed, str(tmp_path / "a"), "sharded", "fit", False)
+    run_ranks(1, resumed, str(tmp_path / "a"), "fit", False)
     assert trap.exists()
 
 

@@ -80,12 +80,6 @@ class RecomputesReentrant(Plain):
         return x
 
 
-class Branches(Plain):
-    def before(self, tokens: Tensor) -> Tensor:
-        x = super().before(tokens)
-        return x if x.mean() > 0 else -x
-
-
 class Noise(Plain):
     """As diffusion models do: the loss needs the noise that the layers got."""
 
@@ -148,11 +142,6 @@ class NoLayers(Plain):
         self.layers = None
 
 
-class Compiled(Plain):
-    def build(self) -> None:
-        self.net: Any = torch.compile(Plain(), backend="eager")
-
-
 class Routers(Plain):
     def build(self) -> None:
         super().build()
@@ -211,14 +200,6 @@ class TwoBackwards(Plain):
         loss.backward()
 
 
-class HooksNode(Plain):
-    def before(self, tokens: Tensor) -> Tensor:
-        x = super().before(tokens)
-        if x.grad_fn is not None:
-            x.grad_fn.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
-        return x
-
-
 class AdaptsParameters(Plain):
     def build(self) -> None:
         from peft import LoraConfig, inject_adapter_in_model  # slow
@@ -237,7 +218,6 @@ class Case:
     strategy: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("UnsupportedCodeError",)
     run: str = "fit"
-    world: int = 2
 
 
 ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "Pipeline(layers=")
@@ -247,7 +227,6 @@ QUICK = {
     "returns inside": Case(ReturnsInside, ("returned after 2 of the 4 layers", "before layers.2")),
     "all_reduce": Case(Reduces, ("all_reduce", "inside a pipelined step", "self.all_gather", "sync_dist=True")),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", "doesn't have", "Pipeline(modules=")),
-    "branches": Case(Branches, ("__bool__", "needs the value of embed.weight", "move it into a layer")),
     "noise": Case(Noise, ("draws random numbers", 'Pipeline(loss="microbatch")', "microbatches=1")),
     "batch norm": Case(BatchNorm, ("layers.0.norm is a batch norm", "Pipeline(microbatches=1)")),
     "other data": Case(RankData, ("different batches for training_step", "distributed_sampler_kwargs")),
@@ -263,24 +242,13 @@ SLOW = {
     "reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", "use_reentrant=False")),
     "metric of steps": Case(Metered, ("metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B),
     "sum of layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", 'Pipeline(loss="microbatch")')),
-    "compiled": Case(Compiled, ("net is compiled as a whole",), {"pipeline": Pipeline(layers=["net.layers.*"])}),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "backward breaks": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),
     "predict breaks": Case(PredictBreaks, ("while predicting",), kinds=OWN, run="predict"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'Pipeline(schedule="gpipe")'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
-    "hook on a node": Case(HooksNode, ("is registered on a node of autograd's graph", "register_hook")),
     "adapters of parameters": Case(AdaptsParameters, ("layers.0.up is an adapter of PEFT", "Use target_modules")),
-    "other data in one pipeline": Case(
-        RankData, ("ranks of a pipeline got different",), {"data_parallel_shard_size": 2}, world=4
-    ),
-    "other data on a tensor rank": Case(
-        RankData,
-        ("tensor-parallel group got different batches",),
-        {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*.up": "replicate"}},
-        world=4,
-    ),
 }
 CASES = QUICK | SLOW
 Trained = tuple[list[Any], dict[str, Tensor]]
@@ -320,13 +288,11 @@ Found = tuple[dict[str, list[tuple[str, str]]], list[list[Trained]]]
 def refused(request: pytest.FixtureRequest) -> Found:
     """All selected cases, one after another, several in the same processes."""
     names, found, after = selected(request, "case"), dict[str, list[tuple[str, str]]](), []
-    for world in (2, 4):
-        of_world = [name for name in names if CASES[name].world == world]
-        for start in range(0, len(of_world), TOGETHER):
-            together = of_world[start : start + TOGETHER]
-            ranks = run_ranks(world, refuse_all, together, timeout_s=480)
-            found |= {name: [cases[name] for cases, _ in ranks] for name in together}
-            after += [[trained for _, trained in ranks]] * (world == 2)
+    for start in range(0, len(names), TOGETHER):
+        together = names[start : start + TOGETHER]
+        ranks = run_ranks(2, refuse_all, together, timeout_s=480)
+        found |= {name: [cases[name] for cases, _ in ranks] for name in together}
+        after.append([trained for _, trained in ranks])
     return found, after
 
 

@@ -85,13 +85,6 @@ class PerEpoch(Recorded):
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)]
 
 
-class NoOptimizer(Recorded):
-    """Learns by its buffers alone."""
-
-    def configure_optimizers(self) -> Any:
-        warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
-
-
 class Estimating(Recorded):
     """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
 
@@ -339,7 +332,6 @@ ROWS = [
     Row("one process", "shuffled", "save@6", kind=PerEpoch),
     Row("one process", "shuffled", "save@8", kind=PerEpoch),
     Row("one process", "shuffled", "save@6", scaled=True),
-    Row("one process", "shuffled", "save@6", kind=NoOptimizer),
     Row("one process", "shuffled", "error@3, on exception", EACH),
     Row("one process", "shuffled", "error@7, on exception", {**EACH, "max_epochs": 2}),
     Row("one process", "shuffled", "validation error@2, on exception", {"limit_val_batches": 2}),

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_shardckpt import FSDP, ShardedStrategy
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.tensor_parallel import without_experts
+from tests.support import tiny
 from tests.support.nets import (
     PLAN,
     TOLERANCE,
@@ -155,85 +155,6 @@ def test_stages_and_trainers_share_a_module(found: dict[Any, Any]) -> None:
     assert found[run_stages] == [None, None]  # which asserts
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(VOCABULARY, 4), nn.BatchNorm1d(5)
-        self.head = nn.Linear(4, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.embed(tokens)))  # type: ignore[no-any-return]
-
-
-def train_batch_norm() -> State:
-    module = Module(Case(late=True))
-    module.net = Normed()
-    fit(module, ShardedStrategy(), limit_val_batches=0)
-    return full_state(module)
-
-
-@pytest.mark.slow
-def test_batch_norm_statistics_are_those_of_the_first_rank_everywhere(found: dict[Any, Any]) -> None:
-    first, second = found[train_batch_norm]
-    assert_close(first, second, 0)
-    assert first["net.norm.running_mean"].abs().sum() > 0
-    assert first["net.norm.num_batches_tracked"] == 4
-
-
-def seeds_of_workers() -> tuple[int, Any]:
-    pl.seed_everything(3, workers=True, verbose=False)
-    strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
-    module = Module(Case())
-    options = {"max_steps": 1, "limit_val_batches": 0, "use_distributed_sampler": True}
-    trainer = trainer_for(strategy, dist.get_world_size(), **options)
-    module.train_dataloader = partial(DataLoader, dataset(), batch_size=6, shuffle=True)  # type: ignore[method-assign]
-    trainer.fit(module)
-    loader = trainer.train_dataloader
-    assert loader.sampler.num_replicas == 2
-    return loader.sampler.rank, loader.worker_init_fn.keywords["rank"]
-
-
-@pytest.mark.slow
-def test_ranks_of_a_tensor_group_get_the_same_batches_and_worker_seeds(found: dict[Any, Any]) -> None:
-    assert found[seeds_of_workers] == [(0, 0), (0, 0), (1, 1), (1, 1)]
-
-
-class Dropped(nn.Module):
-    """Dropout of what every rank of a tensor group has, and of what each has a part of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.embed(tokens), 0.3, self.training)
-        x = self.down(nn.functional.dropout(self.up(x), 0.3, self.training))
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-class WithDropout(Module):
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.net = Dropped()
-
-
-def train_with_dropout() -> State:
-    torch.manual_seed(dist.get_rank())  # as without a seed: every rank would draw its own numbers
-    module = WithDropout(Case(late=True))
-    plan = {"net.up": "colwise", "net.down": "rowwise"}
-    fit(module, ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan), limit_val_batches=0)
-    return {name: value.to_local() for name, value in module.state_dict().items() if not name.startswith("net.up")}
-
-
-@pytest.mark.slow
-def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed(found: dict[Any, Any]) -> None:
-    ranks = found[train_with_dropout]
-    for first, second in (ranks[:2], ranks[2:]):  # the ranks of a tensor group
-        for name in ("net.embed.weight", "net.head.weight", "net.head.bias", "net.down.bias"):
-            assert torch.equal(first[name], second[name]), name
-
-
 # ── modules that shard themselves ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -253,9 +174,9 @@ class Feedforward(nn.Module):
 class ShardsItself(Module):
     """As for Lightning's ModelParallelStrategy: this strategy is not asked to shard anything."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__(Case(late=True))
-        self.how, self.net = how, None  # type: ignore[assignment]
+        self.net = None  # type: ignore[assignment]
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -265,24 +186,16 @@ class ShardsItself(Module):
         assert self.device_mesh is not None
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-        if self.how != "tensor only":
-            fully_shard(self.net.up, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net.up, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-WAYS = ["both axes", "tensor only"]
-
-
-def train_what_shards_itself() -> list[State]:
-    out = []
-    for how in WAYS:
-        pl.seed_everything(3, verbose=False)
-        module = ShardsItself(how)
-        options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
-        trainer = fit(module, ShardedStrategy(tensor_parallel_size=2), **options)
-        trainer.validate(module, verbose=False)
-        out.append(full_state(module))
-    return out
+def train_what_shards_itself() -> State:
+    pl.seed_everything(3, verbose=False)
+    options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
+    trainer = fit(module := ShardsItself(), ShardedStrategy(tensor_parallel_size=2), **options)
+    trainer.validate(module, verbose=False)
+    return full_state(module)
 
 
 def train_feedforward() -> State:
@@ -296,9 +209,8 @@ def train_feedforward() -> State:
 
 @pytest.mark.slow
 def test_a_module_that_shards_itself_trains_as_plain_torch(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
-    for rank in found[train_what_shards_itself]:
-        for got in rank:
-            assert_close(got, alone[train_feedforward][0])
+    for got in found[train_what_shards_itself]:
+        assert_close(got, alone[train_feedforward][0])
 
 
 def sequence_parallel(root: nn.Module, mesh: Any) -> None:
@@ -335,22 +247,15 @@ def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any], 
         assert_close(got, alone[train_sequence_parallel][0])
 
 
-# ── one start for all ───────────────────────────────────────────────────────────────────────────────────────────────
-
-ON_TWO = [train_with_scaler, run_stages, train_batch_norm]
-ON_FOUR = [seeds_of_workers, train_with_dropout, train_what_shards_itself]
-ALONE = [train_feedforward, train_sequence_parallel]
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[Any, list[Any]]:
-    on_two = {fn: (2, fn) for fn in [*ON_TWO, train_sequence_parallel]}
-    return run_each(on_two | {fn: (4, fn) for fn in ON_FOUR})
+    on_two = {fn: (2, fn) for fn in (train_with_scaler, run_stages, train_sequence_parallel)}
+    return run_each({**on_two, train_what_shards_itself: (4, train_what_shards_itself)})
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Any, list[Any]]:
-    return run_each({fn: (1, fn) for fn in ALONE})
+    return run_each({fn: (1, fn) for fn in (train_feedforward, train_sequence_parallel)})
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,20 +294,21 @@ def validate_on_other_batches() -> None:
     trainer_for(strategy, dist.get_world_size()).validate(OtherValidation(Case()), verbose=False)
 
 
-class DrawsAlone(WithDropout):
+class DrawsAlone(tiny.TinyLM):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_rank == 1:
             torch.randn(1)
 
 
-def train_with_draws_of_one_rank() -> None:
-    plan = {"net.up": "colwise", "net.down": "rowwise"}
-    fit(DrawsAlone(Case(late=True)), ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
+def train_tiny(kind: type[tiny.TinyLM] = DrawsAlone) -> State:
+    torch.manual_seed(dist.get_rank())  # as without a seed: every rank would draw its own numbers
+    tiny.train(module := kind(), {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}, 3)
+    return full_state(module)
 
 
-DRIFTS: dict[Callable[[], None], str] = {
+DRIFTS: dict[Callable[[], Any], str] = {
     validate_on_other_batches: "the ranks of a tensor-parallel group got different batches",
-    train_with_draws_of_one_rank: "drew different random numbers in training_step",
+    train_tiny: "drew different random numbers in training_step",
     train_without_the_style_of_norms: "replicated parameters have different gradients on the ranks of a tensor-p",
     train_on_other_batches: "the ranks of a tensor-parallel group got different batches",
 }
@@ -418,10 +324,13 @@ def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere() -> N
     run_ranks(4, drift)
 
 
+def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed() -> None:
+    first, second = run_ranks(2, train_tiny, tiny.TinyLM)
+    assert tiny.differences(first, second) == []
+
+
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-# Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 
 TIED = Case("tied net", late=True)
 LATE = Case(late=True, clip=0.05, accumulate=2)
@@ -484,64 +393,21 @@ def test_training_equals_plain_torch(
 # ── experts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Experts(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-        torch.manual_seed(0)
-        self.net = MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=32))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        return self.net(input_ids=batch[0], labels=batch[0]).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        tokens = torch.randint(32, (12, 6), generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(tokens), batch_size=4)
-
-
-def train_experts(devices: int, **topology: Any) -> dict[str, Tensor]:
-    module = Experts()
-    strategy: Any = ShardedStrategy(**topology) if topology else "auto"
-    pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        use_distributed_sampler=False,  # which would shuffle
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module)
-    state = module.state_dict()
-    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in state.items()}
-
-
-def tensor_parallel() -> dict[str, Tensor]:
-    return train_experts(2, data_parallel_shard_size=1, tensor_parallel_size=2, tensor_parallel_plan="auto")
-
-
-def pipelined() -> dict[str, Tensor]:
-    return train_experts(2, data_parallel_shard_size=1, pipeline_parallel_size=2)
-
-
-def experts_alone() -> dict[str, Tensor]:
-    return train_experts(1)
+def train_experts(sizes: dict[str, Any]) -> State:
+    pl.seed_everything(3, verbose=False)
+    fit(module := Module(Case("mixtral")), ShardedStrategy(tensor_parallel_plan="auto", **sizes), precision=None)
+    return full_state(module)
 
 
 @pytest.mark.slow
 def test_experts_train_as_on_one_process() -> None:
-    (expected,) = run_ranks(1, experts_alone, init_process_group=False)
-    for function in (tensor_parallel, pipelined):
-        every = run_ranks(2, function)
-        found = {name: value for state in every for name, value in state.items()}
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    ways: dict[str, tuple[Any, ...]] = {"alone": (1, train_experts, {})}
+    for axis in ("tensor", "pipeline"):
+        sizes = {"data_parallel_shard_size": 1, f"{axis}_parallel_size": 2}
+        ways[axis] = (2, train_experts, sizes)
+    (expected,), *others = run_each(ways).values()
+    for ranks in others:  # float32 sums in another order
+        assert_close({name: value for rank in ranks for name, value in rank.items()}, expected, 1e-4)
 
 
 def test_a_plan_of_a_model_says_what_to_leave_out() -> None:
