@@ -34,7 +34,6 @@ from tests.support.warm_python import Run
 
 TUNING = Tuning(watch_s=0.2, exception_agreement_s=0.5)
 PIPELINE = {"pipeline_parallel_size": 2, "pipeline": Pipeline(layers=["blocks.*"])}
-TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
 
 def end(how: str) -> None:
@@ -195,12 +194,7 @@ def fails_alone(strategy: dict[str, Any], error: BaseException, who: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("strategy", "error", "who"),
-    [
-        ({}, KeyboardInterrupt(), 1),
-        (PIPELINE, ValueError("of mine"), 0),
-        pytest.param(TENSOR_PARALLEL, ValueError("of mine"), 1, marks=pytest.mark.sweep),
-    ],
+    ("strategy", "error", "who"), [({}, KeyboardInterrupt(), 1), (PIPELINE, ValueError("of mine"), 0)]
 )
 def test_an_error_that_ends_one_rank_is_named_on_the_others(
     strategy: dict[str, Any], error: BaseException, who: int

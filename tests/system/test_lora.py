@@ -76,40 +76,22 @@ def resolve_sharding(plan: Any, builder: str, **options: Any) -> dict[str, tuple
     return {name.removeprefix(layer): p.placements for name, p in found.items() if "layers.1" not in name}
 
 
-def test_a_plan_of_the_base_model_shards_the_adapters_with_it() -> None:
+def test_a_plan_of_the_base_model_shards_the_adapters_with_it_or_names_what_it_cannot_shard() -> None:
     assert run_ranks(2, check_placements) == [None, None]
 
 
 def check_placements() -> None:
     rows, columns = (Shard(0),), (Shard(1),)
-    found = resolve_sharding("auto", "llama", target_modules=["q_proj", "o_proj", "lm_head"])
-    head = "net.base_model.model.lm_head"
+    found = resolve_sharding("auto", "llama", target_modules=["q_proj", "o_proj"])
     assert found["self_attn.q_proj.base_layer.weight"] == rows == found["self_attn.q_proj.lora_B.default.weight"]
     assert found["self_attn.o_proj.base_layer.weight"] == columns == found["self_attn.o_proj.lora_A.default.weight"]
-    assert found[f"{head}.base_layer.weight"] == rows == found[f"{head}.lora_B.default.weight"]
-    assert found["self_attn.k_proj.weight"] == rows
     whole = {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"}
-    assert not whole & found.keys()
+    assert found["self_attn.k_proj.weight"] == rows and not whole & found.keys()
     plan = {"net.model.layers.*.mlp.up_proj": "colwise"}
     found = resolve_sharding(plan, "llama", modules_to_save=["mlp"], target_modules=["q_proj"])
-    assert found == {
-        "mlp.original_module.up_proj.weight": rows,
-        "mlp.modules_to_save.default.up_proj.weight": rows,
-    }
-    named = "net.base_model.model.model.layers.0.self_attn."
-    plan = {f"{named}q_proj": "colwise", f"{named}o_proj.base_layer": "rowwise_rep"}
-    assert resolve_sharding(plan, "llama", target_modules=["q_proj", "o_proj"]).keys() == {
-        "self_attn.q_proj.base_layer.weight",
-        "self_attn.q_proj.lora_B.default.weight",
-        "self_attn.o_proj.base_layer.weight",
-    }
-
-
-def test_what_cannot_be_sharded_is_refused_by_name() -> None:
-    assert run_ranks(2, check_refusals) == [None, None]
-
-
-def check_refusals() -> None:
+    assert found == dict.fromkeys(
+        ("mlp.original_module.up_proj.weight", "mlp.modules_to_save.default.up_proj.weight"), rows
+    )
     name = r"net\.base_model\.model\.model\.layers\.0\.self_attn\.q_proj \(peft\..*"
     with pytest.raises(TopologyError, match=name + "only plain LoRA can be sharded, not DoraLinearVariant"):
         resolve_sharding("auto", "llama", target_modules=["q_proj"], use_dora=True)
@@ -146,9 +128,6 @@ def _is_adapter(key: str) -> bool:
     return "lora_" in key or "modules_to_save" in key
 
 
-# ── a base model that was saved without adapters ────────────────────────────────────────────────────────────────────
-
-
 def save_base(folder: str) -> None:
     """Save a base model in float32, with other weights than those of ``Adapted``."""
     pl.seed_everything(7, verbose=False)
@@ -168,27 +147,11 @@ def start_from(path: str, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]
     return first, tiny.full_state(module, []), [str(w.message) for w in caught if path in str(w.message)]
 
 
-@pytest.fixture(scope="module")
-def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    path = str(tmp_path_factory.mktemp("plain") / "base.ckpt")
-    saved = {"base": None, "options": None, "io": {}, "save": path}
-    return path, whole(run_ranks(2, fit_once, FSDP, saved))
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "strategy"),
-    [
-        pytest.param("directory", 2, PP, id="directory, pp2", marks=pytest.mark.slow),
-        pytest.param("file", 2, FSDP, id="file, fsdp2"),
-    ],
-)
-def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
-    kind: str, world: int, strategy: Any, without_adapters: tuple[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    path, expected = without_adapters
-    if kind == "file":
-        path = str(consolidate(path, tmp_path / "base.consolidated"))
-    ranks = run_ranks(world, start_from, path, strategy)
+@pytest.mark.slow
+def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "base.ckpt")
+    expected = whole(run_ranks(2, fit_once, FSDP, {"base": None, "options": None, "io": {}, "save": path}))
+    ranks = run_ranks(2, start_from, path, PP)
     first, last = whole([rank[0] for rank in ranks]), whole([rank[1] for rank in ranks])
     for key, value in first.items():
         if "lora_B" in key:
@@ -201,19 +164,8 @@ def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     assert "has no adapters: 20 tensors of adapters left as they are" in note
 
 
-def resume_refused(strategy: Any, path: str, **options: Any) -> str:
-    with pytest.raises(MismatchError) as caught:
-        adapters.fit(strategy, 3, resume=path, **options)
-    return str(caught.value)
-
-
-def refused_alone(path: str, *cases: dict[str, Any]) -> list[str]:
-    return [resume_refused(FSDP, path, **options) for options in cases]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "lora_magnitude_vector": {"use_dora": True},
-    "trainable_tokens_delta": {"trainable_token_indices": [1, 5]},
     "lora_A": {"init_lora_weights": "pissa"},
     "": {"modules_to_save": ["lm_head"]},
 }
@@ -237,9 +189,7 @@ def begin_with_base(kind: str, base: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.sweep if k == "trainable_tokens_delta" else []) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_with_values_of_the_base_are_not_left_as_they_are(kind: str, tmp_path: Path) -> None:
     """Their first values belong to the weights that PEFT found; copies in modules_to_save are filled."""
     run_ranks(1, save_base, str(tmp_path))
@@ -276,12 +226,21 @@ def test_a_checkpoint_of_adapters_fills_what_peft_computed_from_pretrained_weigh
 # ── differences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def resumes_refused(path: str, *cases: dict[str, Any]) -> list[str]:
+    said = []
+    for options in cases:
+        with pytest.raises(MismatchError) as caught:
+            adapters.fit(FSDP, 3, resume=path, **options)
+        said.append(str(caught.value))
+    return said
+
+
 @pytest.mark.slow
 def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     run_ranks(2, fit_once, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
     options = {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "o_proj"], "r": 5}
-    ((message, other),) = run_ranks(1, refused_alone, path, *({"base": None, "options": each} for each in options))
+    message, other = run_ranks(1, resumes_refused, path, *({"base": None, "options": each} for each in options))[0]
     lines = [line.strip() for line in message.splitlines() if line.startswith("  ")]
     layer = "model.base_model.model.model.layers.0"
     assert f"{layer}.mlp.up_proj.lora_A.default.weight  in model only" in "\n".join(lines)
@@ -301,7 +260,7 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
         frozen[name] = ["F32", [16]]
 
     small.edit(path, "frozen-state-dist-00000.json", shrunk)
-    ((message,),) = run_ranks(1, refused_alone, str(path), {"base": base})
+    ((message,),) = run_ranks(1, resumes_refused, str(path), {"base": base})
     assert f"1 difference\n  {name}  F32 (16,) when the checkpoint left it out, BF16 (16,) in model" in message
 
 

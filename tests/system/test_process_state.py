@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support import tiny
-from tests.support.pool import ROOT, run_ranks
+from tests.support.pool import ROOT
 from tests.support.warm_python import Run
 
 TRAINING = """
@@ -83,43 +81,3 @@ def test_torch_and_lightning_are_as_before_after_a_training(tmp_path: Path, pyth
     during, after = run.stdout.split("while it trains:\n")[1].split("after it:\n")
     assert set(during.splitlines()) >= WHILE_IT_TRAINS
     assert after.strip() == ""
-
-
-def replaced_methods(trainer: Any) -> set[str]:
-    """Return the methods that attributes of a Trainer's objects replace."""
-    owners = [trainer, trainer.strategy, trainer.precision_plugin, trainer.fit_loop, *vars(trainer).values()]
-    owners += [*vars(trainer.fit_loop).values(), *vars(trainer.fit_loop.epoch_loop).values()]
-    names = ((type(owner), name) for owner in owners for name in getattr(owner, "__dict__", {}))
-    return {f"{kind.__name__}.{name}" for kind, name in names if callable(getattr(kind, name, None))}
-
-
-class Fails(tiny.TinyLM):
-    """Keeps what is replaced while it trains, and fails in its second batch of validation."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.replaced = replaced_methods(self.trainer)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if batch_idx and not self.trainer.ckpt_path:
-            raise OSError("a disk")
-
-
-def interrupted_and_resumed(path: str) -> list[tuple[set[str], set[str]]]:
-    found = []
-    for resume in (False, True):
-        run = tiny.trainer({}, max_steps=4, limit_val_batches=3, val_check_interval=2)
-        module = Fails()
-        try:
-            run.fit(module, tiny.loader(), tiny.loader(shuffle=False), ckpt_path=path if resume else None)
-        except OSError:
-            run.save_checkpoint(path)
-        found.append((module.replaced, replaced_methods(run)))
-    return found
-
-
-def test_the_objects_of_a_trainer_are_as_before_after_its_run(tmp_path: Path) -> None:
-    """Also of a run that goes on with the rest of a validation."""
-    for rank in run_ranks(2, interrupted_and_resumed, str(tmp_path / "a.ckpt")):
-        for during, after in rank:
-            assert len(during) >= 5 and after == set()
