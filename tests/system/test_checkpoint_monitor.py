@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_shardckpt import CheckpointMonitor
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
-from tests.support.storages import Gated, disk_error, gated_io
+from tests.support.storages import Gated, gated_io
 
 Row = dict[str, float]
 SEEN = ("step", "save/bytes")
@@ -45,9 +45,6 @@ def run(folder: str, strategy: Any = None, steps: int = 3, **options: Any) -> pl
 
 def every_step(folder: str, steps: int = 1) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=steps)
-
-
-# ── saves that are complete on return ─────────────────────────────────────────────────────────────────────────────
 
 
 def logged_as_they_return(folder: str, strategy: Any) -> list[Row]:
@@ -83,9 +80,6 @@ def test_each_save_is_logged_at_its_step_with_the_bytes_that_are_on_disk(
     assert len([row for row in logged if "loss" in row]) == 3  # and what the module logs is there as ever
 
 
-# ── saves that end later ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 class OpenAt(pl.Callback):
     """Lets the writing thread go on when a step has begun, waits until it has done everything, and shuts the gate."""
 
@@ -114,24 +108,6 @@ def test_an_asynchronous_save_is_logged_at_its_own_step_when_it_ends(tmp_path: P
     saves = saves_in(logged)
     assert [[row[key] for key in SEEN] for row in saves] == [[n, bytes_of(f"{tmp_path}/step={n}.ckpt")] for n in (2, 4)]
     assert 0 < saves[0]["save/blocked_seconds"] < saves[0]["save/seconds"]
-
-
-def logged_after_a_failure(folder: str) -> list[Row]:
-    io = gated_io()
-    io.storage.faults["publish", "step=2.ckpt"] = disk_error  # type: ignore[attr-defined]
-    callbacks = [every_step(folder), CheckpointMonitor()]
-    trainer = run(folder, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(OSError, match="Input/output error"):
-        trainer.fit(tiny.TinyLM(), tiny.loader())
-    return rows(trainer.loggers[0].log_dir or "")
-
-
-def test_a_save_that_failed_is_raised_and_not_logged(tmp_path: Path) -> None:
-    ((logged),) = run_ranks(1, logged_after_a_failure, str(tmp_path))
-    assert [row["step"] for row in saves_in(logged)] == [1]
-
-
-# ── whose saves ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_trainer_without_a_logger_or_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None:

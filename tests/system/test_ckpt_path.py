@@ -146,32 +146,21 @@ def test_best_is_the_best_one_that_is_complete(mode: str, expected: str, folder:
         assert resolve_ckpt_path(trainer(callback), "best") == paths[expected]
 
 
-# ── with a Trainer on several ranks ───────────────────────────────────────────────────────────────────────────────
-
-
 def run(directory: str, steps: int, resume: str | None, each_own: bool) -> tuple[int, list[str]]:
     if each_own and os.environ["RANK"] == "1":
         directory += "-of-rank-1"
     callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, save_last="link")
-    module = tiny.TinyLM()
-    options: dict[str, Any] = {"limit_val_batches": 0, "enable_checkpointing": True}
-    fits = tiny.trainer({}, max_steps=steps, callbacks=[callback], **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        fits.fit(module, tiny.loader(), ckpt_path=resume)
+        options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True}
+        tiny.train(module := tiny.TinyLM(), {}, steps, resume=resume, **options)
     return len(module.losses), [str(w.message) for w in said]
 
 
-def test_a_run_that_lost_its_link_and_its_newest_save_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_all_ranks_go_on_from_the_newest_whole_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run_ranks(2, run, str(folder), 6, None, False)
-    (folder / "epoch=0-step=6.ckpt" / ROOT_NAME).unlink()
-    found = run_ranks(2, run, str(folder), 8, "last", False)
-    assert [losses for losses, _ in found] == [4, 4]
-    assert any("step=6.ckpt" in line and "skips checkpoints" in line for line in found[0][1])
-
-
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_ranks(2, run, str(folder), 2, None, False)
-    assert [len_of_losses for len_of_losses, _ in run_ranks(2, run, str(folder), 4, "last", True)] == [2, 2]
+    run_ranks(2, run, str(folder), 4, None, False)
+    (folder / "epoch=0-step=4.ckpt" / ROOT_NAME).unlink()
+    found = run_ranks(2, run, str(folder), 5, "last", True)
+    assert [losses for losses, _ in found] == [3, 3]
+    assert any("step=4.ckpt" in line and "skips checkpoints" in line for line in found[0][1])

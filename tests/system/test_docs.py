@@ -113,14 +113,6 @@ def script_body(lines: list[str]) -> list[str]:
     return [line for line in lines[first:] if line and not line.startswith("#")]
 
 
-def test_the_command_of_the_main_job_runs_a_script_that_is_there() -> None:
-    command, script = SET_UPS[0].rsplit(" ", 1)
-    assert command == f"{SET_UP} && .venv/bin/pip install -c configs/constraints.txt -e . && .venv/bin/python"
-    assert f"python {script}" in (ROOT / script).read_text()  # test_examples.py runs it
-    install = command.rpartition(" && ")[0]
-    assert SET_UPS[2:] == [install]  # of the page on installing
-
-
 def test_all_yaml_is_a_config_of_a_lightning_cli(tmp_path: Path) -> None:
     sizes = []
     for block in (block for block in BLOCKS if block.language == "yaml"):
@@ -191,13 +183,6 @@ def arguments_of(names: list[str]) -> dict[str, set[str]]:
     known = {name: getattr(home, name) for home in homes for name in names if hasattr(home, name)}
     known |= {"Trainer": Trainer, "Fabric": Fabric}
     return {name: set(signature(known[name]).parameters) for name in names}
-
-
-def test_the_speed_of_the_readme_is_that_of_the_page() -> None:
-    head = "| time of DCP |".replace("| time", "| × limit | × time")
-    measured = [row[2:] for row in table(DOCS / "performance.md", f"| 2 ranks, 2.1 GB | goal | ours {head}")]
-    shown = [row[1:] for row in table(README, f"| 2 ranks, 2.1 GB of float32 parameters and AdamW state | ours {head}")]
-    assert len(shown) == 4 and [row for row in shown if row not in measured] == []
 
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────

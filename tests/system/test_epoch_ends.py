@@ -32,9 +32,7 @@ class Stream(IterableDataset[Any]):
         return iter(self.rows)
 
 
-class Sized:
-    """A loader with a length, which Lightning gives no sampler."""
-
+class Sized:  # a loader with a length, which Lightning gives no sampler
     def __init__(self, rows: Tensor) -> None:
         self.batches = rows.split(2)
 
@@ -45,9 +43,7 @@ class Sized:
         return len(self.batches)
 
 
-class Net(pl.LightningModule):
-    """The data-parallel ranks of the second half have two batches more, of five."""
-
+class Net(pl.LightningModule):  # the data-parallel ranks of the second half have two batches more, of five
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
@@ -106,9 +102,7 @@ def test_ranks_with_other_numbers_of_batches_all_say_so(topology: str, kind: str
         assert outcome.error is not None and ENDED in outcome.error.message, outcomes
 
 
-class ClockAhead(pl.Callback):
-    """On the last rank, the time until the first validation is over at once."""
-
+class ClockAhead(pl.Callback):  # on the last rank, the time until the first validation is over at once
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_rank == trainer.world_size - 1:
             trainer._last_val_time = time.monotonic() - 7200

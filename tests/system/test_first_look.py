@@ -16,7 +16,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_shardckpt import load_from_checkpoint
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
-from lightning_shardckpt.state.json_tree import decode_small, encode_small
 from tests.support import tiny
 from tests.support.pool import run_ranks
 from tests.support.tiny import AddsObject, Wraps
@@ -40,9 +39,7 @@ class Keeps(pl.Callback):
         return {"lock": object()} if self.where == "callback" else {}
 
 
-class Brings(BoringModel):
-    """Brings what can't be stored, in one place or another."""
-
+class Brings(BoringModel):  # brings what can't be stored, in one place or another
     def __init__(self, where: str = "", encoder: Any = None, nested: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters("encoder", "nested")
@@ -104,7 +101,6 @@ REFUSED = {
 
 
 def begun_everywhere(folder: str) -> dict[str, tuple[str, list[str]]]:
-    """Collective: every rank must call it."""
     return {where: begun(f"{folder}/{where}", where) for where in REFUSED}
 
 
@@ -116,7 +112,6 @@ def test_what_cannot_be_saved_is_refused_by_the_first_save_with_its_path(tmp_pat
 
 
 def begun_with(folder: str, nested: Any) -> tuple[str, list[str]]:
-    """Collective: every rank must call it."""
     return begun(folder, "", encoder=print, nested=nested)
 
 
@@ -136,9 +131,6 @@ def test_hyper_parameters_that_are_missing_are_named_at_a_save_and_at_a_load(tmp
         assert stored_hyper_parameters(str(tmp_path / "none")) == {}
 
 
-# ── OmegaConf ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Configured(BoringModel):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -149,13 +141,6 @@ class WithConfig(BoringModel):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
-
-
-def test_containers_keep_interpolations_and_missing_values() -> None:
-    made = omegaconf.OmegaConf.create({"a": {"b": [1, "${a.c}"], "c": 2}, "later": "???"})
-    found = decode_small(encode_small(made, "x"))
-    assert type(found) is type(made) and found == made and found.a.b[1] == 2
-    assert omegaconf.OmegaConf.is_missing(found, "later")
 
 
 @pytest.mark.parametrize("kind", [Configured, WithConfig])

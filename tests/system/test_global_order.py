@@ -36,9 +36,7 @@ PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 REPLICAS: dict[str, Any] = {"data_parallel_replicate_size": 2}
 
 
-class Numbered(Dataset[Any]):
-    """Each sample is its own number."""
-
+class Numbered(Dataset[Any]):  # each sample is its own number
     def __init__(self, count: int) -> None:
         self._count = count
 
@@ -49,9 +47,7 @@ class Numbered(Dataset[Any]):
         return torch.tensor([float(index)] * 4)
 
 
-class Net(pl.LightningModule):
-    """Notes the samples of each step: (epoch, batch_idx, numbers)."""
-
+class Net(pl.LightningModule):  # notes the samples of each step: (epoch, batch_idx, numbers)
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -99,9 +95,7 @@ class Stream(IterableDataset[Any]):
         return (torch.full((4,), float(i)) for i in range(40))
 
 
-class Stateful(DataLoader[Any]):
-    """Has a state of its own."""
-
+class Stateful(DataLoader[Any]):  # has a state of its own
     def state_dict(self) -> dict[str, int]:
         return {"given": 3}
 
@@ -188,9 +182,7 @@ def run_some(directory: str, number: int, some: dict[str, Leg]) -> dict[str, Fou
 
 
 @dataclass(frozen=True)
-class GlobalLeg:
-    """What all ranks saw: (epoch, batch_idx, samples of all ranks in the order of the ranks) of each step."""
-
+class GlobalLeg:  # what all ranks saw: (epoch, batch_idx, samples of all ranks in the order of the ranks) of each step
     steps: list[tuple[int, int, list[int]]]
     warnings: set[str]
 

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torchmetrics import MeanMetric, SumMetric
 
 import lightning_shardckpt
-from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.errors import MismatchError, StateError
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -130,9 +130,7 @@ def test_storage_options_of_a_save_are_for_its_url(s3: Bucket) -> None:
     run_ranks(1, saved_with_options_of_the_call, s3.url("a.ckpt"), s3.options)
 
 
-class Counts(tiny.TinyLM):
-    """Counts samples in metrics that are saved with the model."""
-
+class Counts(tiny.TinyLM):  # counts samples in metrics that are saved with the model
     def __init__(self) -> None:
         super().__init__()
         self.samples, self.average = SumMetric(), MeanMetric()
@@ -177,26 +175,6 @@ def test_a_run_takes_the_process_groups_of_the_one_before_unless_that_failed() -
     strategy = {"data_parallel_shard_size": 1, "pipeline_parallel_size": 2}
     for first, second, failed, last in run_ranks(2, fit_often, strategy):
         assert first == second == failed < last
-
-
-class WithHyper(tiny.TinyLM):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def save_with_hyper(path: str) -> dict[str, Any]:
-    tiny.train(module := WithHyper(8), {}, 1, save=path)
-    return tiny.full_state(module, [])
-
-
-def test_load_from_checkpoint_constructs_the_module_with_its_hyper_parameters(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    expected = run_ranks(2, save_with_hyper, path)[0]
-    module = load_from_checkpoint(WithHyper, path)
-    assert module.hparams["width"] == 8
-    assert tiny.differences(expected, tiny.full_state(module, [])) == []
-    assert load_from_checkpoint(WithHyper, path, width=9).hparams["width"] == 9
 
 
 class Halves(tiny.TinyLM):

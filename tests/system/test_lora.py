@@ -267,9 +267,7 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
 # ── what else may be trained, and other ways to save and load ───────────────────────────────────────────────────────
 
 
-class Thawed(adapters.Adapted):
-    """One layer norm of the base is trained, too; it is frozen again before the save."""
-
+class Thawed(adapters.Adapted):  # one layer norm of the base is trained, too; it is frozen again before the save
     def configure_model(self) -> None:
         super().configure_model()
         self.norm.requires_grad_(self.global_step == 0)

@@ -31,7 +31,6 @@ def trainer(callback: Keeps, pickles: bool = True, **options: Any) -> pl.Trainer
 
 
 def save(path: str, value: Any, added: Any) -> None:
-    """Collective: every rank must call it."""
     module = Encodes(Encoder("a", "b"))
     module.added = added
     run = trainer(Keeps(value))

@@ -80,9 +80,7 @@ class RecomputesReentrant(Plain):
         return x
 
 
-class Noise(Plain):
-    """As diffusion models do: the loss needs the noise that the layers got."""
-
+class Noise(Plain):  # as diffusion models do: the loss needs the noise that the layers got
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,9 +114,7 @@ class Metered(Plain):
         return loss
 
 
-class AddedUp(Plain):
-    """Scalars that layers add up: microbatches give other ones than the batch."""
-
+class AddedUp(Plain):  # scalars that layers add up: microbatches give other ones than the batch
     class Layer(Layer):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(pair[0]), pair[1] + pair[0].square().mean()
@@ -128,9 +124,7 @@ class AddedUp(Plain):
         return self.head(x) + added  # type: ignore[no-any-return]
 
 
-class RankData(Plain):
-    """The last rank has other batches."""
-
+class RankData(Plain):  # the last rank has other batches
     def rows(self, count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
         shift = int(self.global_rank == self.trainer.world_size - 1)
         return ((tokens.roll(shift), targets) for tokens, targets in super().rows(count, generator))

@@ -25,9 +25,7 @@ from tests.support import tiny
 from tests.support.pool import run_ranks
 
 
-class Terminate(pl.Callback):
-    """Sends SIGTERM to some ranks' own process in the middle of a step."""
-
+class Terminate(pl.Callback):  # sends SIGTERM to some ranks' own process in the middle of a step
     def __init__(self, ranks: list[int], step: int) -> None:
         self._ranks, self._step = ranks, step
 
@@ -54,9 +52,7 @@ HOOKS = [
 ]
 
 
-class TerminateSomewhere(pl.Callback):
-    """Sends SIGTERM once, to some ranks' own process, in a hook at or after a step."""
-
+class TerminateSomewhere(pl.Callback):  # sends SIGTERM once, to some ranks' own process, in a hook at or after a step
     def __init__(self, ranks: list[int], step: int, hook: str) -> None:
         self._ranks, self._step, self._left = ranks, step, True
         setattr(self, hook, self._reached)

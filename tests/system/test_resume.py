@@ -36,9 +36,7 @@ PER_EPOCH, STEPS = 4, 9  # batches
 # ── what runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Told(DummyLogger):
-    """Keeps what is logged, with the step."""
-
+class Told(DummyLogger):  # keeps what is logged, with the step
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int | None, dict[str, float]]] = []
@@ -47,9 +45,7 @@ class Told(DummyLogger):
         self.rows.append((step, dict(metrics)))
 
 
-class Recorded(tiny.TinyLM):
-    """Keeps which samples each step had, where, and its loss; and when an epoch began."""
-
+class Recorded(tiny.TinyLM):  # keeps which samples each step had, where, and its loss; and when an epoch began
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.steps: list[tuple[int, int, list[Any], float]] = []
@@ -70,24 +66,18 @@ def _parts(batch: Any) -> list[torch.Tensor]:
     return [part[0] for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch[0]]
 
 
-class OneRate(Recorded):
-    """Without a scheduler of its own."""
-
+class OneRate(Recorded):  # without a scheduler of its own
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class PerEpoch(Recorded):
-    """With a scheduler that steps once an epoch."""
-
+class PerEpoch(Recorded):  # with a scheduler that steps once an epoch
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)]
 
 
-class Estimating(Recorded):
-    """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
-
+class Estimating(Recorded):  # makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 0 and self.trainer.train_dataloader is not None
         return super().configure_optimizers()
@@ -98,9 +88,7 @@ def noise() -> torch.Tensor:
     return torch.randint(tiny.VOCABULARY, (9,)) + random.randint(0, 1)
 
 
-class Augmented(Dataset[Any]):
-    """Draws each sample anew, as random augmentation does."""
-
+class Augmented(Dataset[Any]):  # draws each sample anew, as random augmentation does
     def __len__(self) -> int:
         return 2 * PER_EPOCH
 
@@ -108,9 +96,7 @@ class Augmented(Dataset[Any]):
         return (noise() // 2,)
 
 
-class Stateful:
-    """Batches from the generators of the process, and its own position."""
-
+class Stateful:  # batches from the generators of the process, and its own position
     def __init__(self) -> None:
         self._begun = 0
 
@@ -130,9 +116,7 @@ class Stateful:
         self._begun = state["begun"]
 
 
-class Corpus:
-    """Reads on from where it is, in every epoch; its length is not known."""
-
+class Corpus:  # reads on from where it is, in every epoch; its length is not known
     def __init__(self) -> None:
         self.place = {"read": 0}  # changed in place: a state of it must be copied
 
@@ -183,9 +167,7 @@ def continued(count: int) -> Continued:
     return Continued(tiny.loader(count=count).dataset, 2, sampler=sampler)
 
 
-class Stream(IterableDataset[Any]):
-    """Shuffles as it goes, with the generator of the process."""
-
+class Stream(IterableDataset[Any]):  # shuffles as it goes, with the generator of the process
     def __iter__(self) -> Any:
         for index in torch.randperm(2 * PER_EPOCH).tolist():
             yield (torch.full((9,), index),)
@@ -214,9 +196,7 @@ def data(kind: str, world: int) -> Any:
     return kinds[kind]()
 
 
-class Stop(pl.Callback):
-    """Tells the Trainer to stop after a step, or sends this process SIGTERM in it."""
-
+class Stop(pl.Callback):  # tells the Trainer to stop after a step, or sends this process SIGTERM in it
     def __init__(self, step: int, *, by_signal: bool = False) -> None:
         self._step, self._by_signal = step, by_signal
 
@@ -229,9 +209,7 @@ class Stop(pl.Callback):
             trainer.should_stop = True
 
 
-class Fails(pl.Callback):
-    """Raises in a step of training, or in a batch of validation of all that there were."""
-
+class Fails(pl.Callback):  # raises in a step of training, or in a batch of validation of all that there were
     def __init__(self, number: int, *, validates: bool = False) -> None:
         self._number, self._validates, self._validated = number, validates, 0
 
@@ -254,9 +232,7 @@ class Overflows(pl.Callback):
                 parameter.grad.mul_(float("inf"))
 
 
-class OutOfTime(Timer):
-    """A Timer whose time is up after a step."""
-
+class OutOfTime(Timer):  # a Timer whose time is up after a step
     def __init__(self, step: int) -> None:
         super().__init__(timedelta(days=1))
         self._step, self._at = step, 0
