@@ -26,7 +26,6 @@ def install(
     *,
     guarded: bool = True,
     eager: bool = True,
-    notices_death: bool = False,
     deadlock_s: float = 20,
 ) -> None:
     """Give this process pretend GPUs.
@@ -36,12 +35,11 @@ def install(
         guarded: a read or write of device memory by the host is a segmentation fault.
         eager: one communicator for collectives and messages, as with ``init_process_group(device_id=…)``; else messages
             have one for each pair of ranks.
-        notices_death: collectives fail when a peer has died. NCCL's don't.
         deadlock_s: the process ends with status 86, after a word, when a collective has run for so long.
     """
     global _module
     _module = load(PRETEND)
-    _module.begin(devices, guarded, eager, notices_death, deadlock_s)
+    _module.begin(devices, guarded, eager, deadlock_s)
     _change_cuda()
     torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)
     nccl.install(_module)

@@ -490,8 +490,8 @@ void bind_nccl(pybind11::module_& m);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace pretend;
-  m.def("begin", [](int devices, bool guarded, bool eager, bool notices_death, double deadlock_s) {
-    settings = {devices, guarded, eager, notices_death, deadlock_s};
+  m.def("begin", [](int devices, bool guarded, bool eager, double deadlock_s) {
+    settings = {devices, guarded, eager, deadlock_s};
     c10::SetAllocator(DeviceType::CUDA, device_allocator(), 100);
     take_the_place_of_hooks();
   });

@@ -157,7 +157,7 @@ class Communicator {  // lives as long as the process, as its thread does
         error = raised.what();
       }
       const bool is_death = error.find("onnection closed") != error.npos || error.find("onnection reset") != error.npos;
-      if (is_death && !settings.notices_death) operation->ending->block_for(std::chrono::hours(1));  // until it is aborted
+      if (is_death) operation->ending->block_for(std::chrono::hours(1));  // until it is aborted
       {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!operations_.empty() && operations_.front() == operation) operations_.pop_front();  // or it was aborted

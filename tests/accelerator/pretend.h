@@ -20,7 +20,6 @@ struct Settings {
   int devices = 2;           // how many GPUs this process sees
   bool guarded = true;       // device memory cannot be read or written by the host
   bool eager = true;         // one communicator for collectives and messages; false: one more for each pair of ranks
-  bool notices_death = false;  // gloo's way, not NCCL's: an operation fails when a peer has died; else it never ends
   double deadlock_s = 20;    // the process ends with status 86 when an operation has run so long
 };
 extern Settings settings;
