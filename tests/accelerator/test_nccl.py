@@ -47,17 +47,6 @@ def _collectives() -> None:
     assert objects == [{"rank": 0}, {"rank": 1}]
 
 
-def _refused() -> None:
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(2))
-    with pytest.raises(TypeError, match="not supported for NCCL"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int16, device="cuda"))
-
-
-def test_tensors_of_the_cpu_and_some_dtypes_are_refused() -> None:
-    run_on_gpus(2, _refused, backend="nccl")
-
-
 def test_collectives_of_the_package_have_dtypes_that_nccl_lacks() -> None:
     assert run_on_gpus(2, gathered_and_reduced, "cuda") == run_ranks(2, gathered_and_reduced, "cpu")
 
@@ -70,22 +59,6 @@ def _late_rank() -> None:
     dist.all_reduce(x, async_op=True).wait()
     store.set(f"rank {dist.get_rank()} went on", "")
     assert x.tolist() == [2, 2]
-
-
-def _two_tags() -> None:
-    small, large = torch.ones(2, device="cuda"), torch.ones(4, device="cuda")
-    if dist.get_rank() == 0:
-        works = [dist.isend(small, 1, tag=1), dist.isend(large, 1, tag=2)]
-    else:
-        works = [dist.irecv(large, 0, tag=2), dist.irecv(small, 0, tag=1)]
-    for work in works:
-        work.wait()
-    torch.cuda.synchronize()
-
-
-def test_messages_are_matched_by_order_and_not_by_tag() -> None:
-    outcomes = run_on_gpus(2, _two_tags, expect_errors=True, grace_s=1)
-    assert "MIX-UP" in outcomes[1].error.message
 
 
 def _other_collective() -> None:
@@ -124,26 +97,6 @@ def test_two_sends_that_wait_for_each_other_are_a_deadlock() -> None:
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_send_and_a_receive_of_one_group_are_none(eager: bool) -> None:
     assert run_on_gpus(2, _exchange, True, pretend={"eager": eager}) == [[1, 1], [0, 0]]
-
-
-def _message_beside_a_collective() -> None:
-    """Rank 1 gathers before it sends what rank 0 wants before it gathers."""
-    x = torch.ones(2, device="cuda")
-    all_ranks = [torch.empty_like(x) for _ in range(2)]
-    if dist.get_rank() == 0:
-        dist.recv(x, 1)
-        dist.all_gather(all_ranks, x)
-    else:
-        dist.all_gather(all_ranks, x, async_op=True)
-        dist.send(x, 0)
-    torch.cuda.synchronize()
-
-
-@pytest.mark.slow
-def test_only_lazy_communicators_let_a_message_pass_a_collective() -> None:
-    run_on_gpus(2, _message_beside_a_collective, pretend={"eager": False})
-    outcomes = run_on_gpus(2, _message_beside_a_collective, pretend={"deadlock_s": 1.0}, expect_errors=True)
-    assert all(o.error is not None for o in outcomes)
 
 
 def _waits_with_a_timeout() -> None:

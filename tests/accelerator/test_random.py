@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LambdaCallback
-from torch import nn
 
-from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import REPLICAS
 from tests.support.tiny import TinyLM, loader, trainer, whole
@@ -48,44 +46,6 @@ def test_replicas_add_the_same_noise_of_the_device_and_go_on_with_their_own() ->
     (one, own), (other, others) = run_on_gpus(2, _replica_with_noise)
     assert one == other and all(map(math.isfinite, one))
     assert own != others
-
-
-class _CopiesFromDevice(TinyLM):
-    """Fills a parameter, while no memory is there yet, from a tensor of the device that was there before."""
-
-    def __init__(self) -> None:
-        super().__init__(build_late=True, frozen=False)
-        self.table = torch.arange(360000.0, device="cuda").view(600, 600)
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "head"):
-            super().configure_model()
-            self.wide = nn.Parameter(torch.zeros(600, 600))
-            with torch.no_grad():
-                self.wide.copy_(self.table)
-
-
-def _first_values() -> float:
-    module = _CopiesFromDevice()
-    seen = []
-    start = LambdaCallback(on_train_start=lambda *_: seen.append(float(whole(module.wide).double().sum())))
-    trainer({}, accelerator="cuda", max_steps=1, callbacks=[start]).fit(module, loader())
-    return seen[0]
-
-
-def test_first_values_may_come_from_the_device() -> None:
-    assert run_on_gpus(2, _first_values) == [sum(range(360000))] * 2
-
-
-def _draws() -> None:
-    before = rng_checksum()
-    assert rng_checksum() == before
-    torch.rand(2, device="cuda")
-    assert rng_checksum() != before
-
-
-def test_a_draw_on_the_device_changes_the_checksum() -> None:
-    run_on_gpus(1, _draws)
 
 
 def _moved() -> tuple[list[float], list[float]]:

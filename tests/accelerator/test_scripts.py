@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shardckpt import load, save_async, wait
+from lightning_shardckpt import load
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import REPLICAS, ROUNDING
@@ -96,37 +93,5 @@ def test_a_script_of_fabric_trains_as_on_cpus_and_resumes_on_another_topology(tm
     resumed, _ = run_on_gpus(2, _fabric, REPLICAS, "cuda", path, True)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(on_cpus), rtol=ROUNDING, atol=0)
     torch.testing.assert_close(torch.tensor(resumed), torch.tensor(losses[SAVED:]), rtol=ROUNDING, atol=0)
-    (loaded,) = run_ranks(1, _weights, path, init_process_group=False)
-    assert differences(then, loaded) == []
-
-
-def _plain(path: str, resume: bool) -> State:
-    """Shard by torch; save while the copy goes on until the optimizer steps, or load."""
-    model = _net().cuda() if not resume else _Net().cuda()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if resume:
-        load(path, {"model": model, "optimizer": optimizer})
-        return _state(model)
-    for (tokens,) in DataLoader(_batches(), batch_size=4):
-        model(tokens.cuda()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    then = _state(model)
-    save_async(path, {"model": model, "optimizer": optimizer})
-    model(tokens.cuda()).backward()
-    optimizer.step()
-    wait()
-    return then
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_functions_save_what_a_script_of_torch_sharded_while_it_trains_on(tmp_path: Path) -> None:
-    path = str(tmp_path / "plain")
-    then = run_on_gpus(2, _plain, path, False)[0]
-    assert differences(then, run_on_gpus(1, _plain, path, True)[0]) == []
     (loaded,) = run_ranks(1, _weights, path, init_process_group=False)
     assert differences(then, loaded) == []
