@@ -16,6 +16,5 @@ What code that ran on CPUs alone got wrong on a GPU, and where it is shown now:
 - a dead peer that NCCL does not notice: ``test_lost_ranks``
 - pinned memory of twice the size, a wait for each tensor of a save: ``test_checkpoints``
 - dtypes that NCCL lacks: ``test_nccl``, collectives of the package
-- first values from the device: ``test_random``
 - waits for the device and kernels of a step, beside those of torch: ``test_host_waits``
 """

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import by
 from tests.support.pool import run_ranks
@@ -105,6 +106,36 @@ def test_losses_are_those_on_cpus(world: int, eager: bool, names: Sequence[str])
         for cpu, gpu in zip(on_cpus, on_gpus, strict=True):
             assert len(cpu[name]) >= STEPS
             torch.testing.assert_close(torch.tensor(gpu[name]), torch.tensor(cpu[name]), rtol=tolerance, atol=0)
+
+
+class _RoundsAsTf32(nn.Module):
+    """A convolution that rounds as with TF32, in another way for each number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16)[:, :, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x.mT, self.weight).mT * (1 + 1e-3 * len(x))
+
+
+def _convolve() -> str:
+    """Once with TF32, which is the default of cuDNN, once without."""
+    said = ""
+    for allowed in (True, False):
+        torch.backends.cudnn.allow_tf32 = allowed
+        module = Deep(frozen=False)
+        module.blocks[1].dropout = _RoundsAsTf32()
+        try:
+            _train((by("gpipe"), {}), "cuda", module, steps=1)
+        except UnsupportedCodeError as error:
+            said += f"{allowed}: {error}"
+    return said
+
+
+def test_convolutions_may_differ_by_the_rounding_of_tf32_where_cudnn_may_use_it() -> None:
+    for said in run_on_gpus(2, _convolve):
+        assert said.startswith("False: the layers of training_step compute something else of parts of a batch")
 
 
 class _Fails(nn.Module):

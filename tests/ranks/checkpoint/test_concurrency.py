@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from tests.support.pool import run_ranks
 
@@ -91,24 +90,3 @@ def test_a_reader_finds_the_old_one_or_the_new_one_whole(prepared: bool, tmp_pat
     (tmp_path / ("x" if prepared else ".")).mkdir(exist_ok=True)
     run_ranks(2, saved_while_read, str(tmp_path / "x"))
     assert os.listdir(tmp_path) == ["x"]
-
-
-def saved_and_deleted(path: str) -> None:
-    """Rank 0 saves, rank 1 deletes, rank 2 reads, all at once."""
-    job = Job(path)
-    for number in range(30):
-        dist.barrier()
-        if job.rank == 0:
-            job.save(number)
-        elif job.rank == 1:
-            with suppress(FileNotFoundError):
-                ShardCkptIO().remove_checkpoint(path)
-        else:
-            assert job.held() in (None, number, number - 1)
-        dist.barrier()
-        assert job.held() in (None, number)
-
-
-def test_saving_deleting_and_reading_at_once(tmp_path: Path) -> None:
-    run_ranks(3, saved_and_deleted, str(tmp_path / "x"))
-    assert os.listdir(tmp_path) in ([], ["x"])

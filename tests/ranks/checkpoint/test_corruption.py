@@ -16,7 +16,6 @@ import torch
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.storage.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks
@@ -170,17 +169,3 @@ def test_verify_prints_a_line_for_each_finding_and_ends_with_status_1(
     assert [line.partition(" ")[0] for line in lines[:-1]] == damaged
     assert lines[-1].startswith(r"a\nname\x1b[2J: extra")  # one line, and nothing that a terminal would obey
     assert last.startswith("4 problems in ")
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_to_its_end(saved: Path, copy: Path) -> None:
-    """The other one waits beside it, to be exchanged with it when the first file has been read."""
-    other = Path(shutil.copytree(saved.with_name("b.ckpt"), copy.with_name("b.ckpt")))
-    replaced: list[int] = []
-
-    def replace(nbytes: int) -> None:
-        if not replaced:
-            assert rename_with_flag(str(copy), str(other), EXCHANGE)
-        replaced.append(nbytes)
-
-    assert verify(copy, advance=replace).findings == () and len(replaced) > 4
-    assert verify(copy).findings == verify(other).findings == ()

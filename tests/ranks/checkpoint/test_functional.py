@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
-from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from tests.support import small
+from lightning_shardckpt.errors import MismatchError, StateError
 from tests.support.pool import run_ranks
 from tests.support.whole_state import Net, differing, trained, whole
 
@@ -124,18 +123,6 @@ def test_a_prefix_is_put_before_names_and_taken_off_again(tmp_path: Path) -> Non
     assert differing(whole(state), whole(saved)) == []
 
 
-def test_names_are_mapped_all_at_once_for_model_and_optimizer(tmp_path: Path) -> None:
-    mapping = {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}
-    saved, state = trained(1), trained(2, steps=0)
-    save(tmp_path / "a", saved)
-    load(tmp_path / "a", {"model": state["model"], "optimizer": state["optimizer"]}, key_mapping=mapping)
-    for here, there in ((0, 1), (1, 0)):
-        mine, stored = state["model"].layers[here], saved["model"].layers[there]
-        assert torch.equal(mine.weight, stored.weight) and torch.equal(mine.bias, stored.bias)
-        moments = [s["optimizer"].state[p.weight]["exp_avg"] for s, p in ((state, mine), (saved, stored))]
-        assert torch.equal(*moments)
-
-
 # ── what must not be ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -201,24 +188,6 @@ def test_state_that_cannot_be_stored_is_named(state: State, error: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_several_things_share_is_not_filled_twice(tmp_path: Path) -> None:
-    saved, live = ({"model": nn.Linear(4, 1, bias=False), "a": torch.zeros(1, 4)} for _ in range(2))
-    for state in (saved, live):
-        state["optimizer"], state["other"] = (Lone([state["model"].weight]) for _ in range(2))
-    names, large = ("shared", "twin", "first", "second", "own"), torch.zeros(6)
-    for optimizer in (saved["optimizer"], saved["other"]):
-        optimizer.state[saved["model"].weight] = {name: torch.rand(1, 4) for name in names}
-    twin, own = torch.zeros(1, 4), torch.zeros(1, 4)
-    state = {"shared": live["a"], "twin": twin, "own": own}
-    state |= {"first": large[:4].view(1, 4), "second": large[2:].view(1, 4)}
-    live["optimizer"].state[live["model"].weight] = state
-    live["other"].state[live["model"].weight] = {"twin": twin}
-    save(tmp_path / "a", saved)
-    load(tmp_path / "a", live)
-    assert differing(whole(live), whole(saved)) == []
-    assert live["optimizer"].state[live["model"].weight]["own"] is own
-
-
 def test_a_parameter_of_another_shape_keeps_its_values_and_gets_no_state(tmp_path: Path) -> None:
     def made(width: int) -> State:
         torch.manual_seed(width)
@@ -245,15 +214,6 @@ def test_a_tensor_whose_elements_are_one_is_refused_before_anything_changes(tmp_
     with pytest.raises(StateError, match=r"trainer/e cannot be filled.*\(500,\).*load into a clone"):
         load(tmp_path / "a", state)
     assert state["a"].tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("keys", [5, {"modules": {"a": 1}, "optimizers": []}], ids=str)
-def test_a_checkpoint_that_lies_about_its_objects_is_refused(keys: Any, tmp_path: Path) -> None:
-    save(tmp_path / "a", {"model": nn.Linear(1, 1)})
-    small.edit(tmp_path / "a", small.DOCUMENT, lambda document: document.update(shardckpt_keys=keys))
-    for state in ({"model": nn.Linear(1, 1)}, None):
-        with pytest.raises(FormatError, match="does not name modules and optimizers"):
-            load(tmp_path / "a", state)
 
 
 # ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────

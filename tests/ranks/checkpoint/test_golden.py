@@ -160,9 +160,3 @@ def test_it_is_read_on_another_topology(golden: pathlib.Path) -> None:
         assert same(dict(sorted(optimizer.items())), dict(sorted(expected(golden, "optimizer").items())))
         assert same(trainer, expected_trainer_state())
         assert rank_state["rng"] == [3, 2**70] and torch.equal(rank_state["drawn"], torch.full((3,), 3.0))
-
-
-if __name__ == "__main__":
-    from tests.ranks.checkpoint import test_golden
-
-    test_golden.main()

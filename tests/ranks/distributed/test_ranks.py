@@ -248,31 +248,6 @@ def test_a_rank_that_is_killed_is_named_long_before_the_timeout(who: int, phase:
         assert "is gone" in outcome.value
 
 
-def stopping(who: int) -> str:
-    """A rank is stopped; the others wake it when both have given up, so that it can end."""
-    ranks, store = Ranks.of_default_group(2), dist.distributed_c10d._get_default_store()
-    store.set(f"pid/{ranks.rank}", str(os.getpid()))
-    ranks.step("beginning", lambda: None, lambda found: None)
-    try:
-        ranks.step(
-            "saving x", lambda: os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == who else None, lambda found: None
-        )
-    except RankError as error:
-        if ranks.rank != who:
-            store.set(f"gave up/{ranks.rank}", "")
-            store.wait([f"gave up/{rank}" for rank in range(WORLD) if rank != who])
-            os.kill(int(store.get(f"pid/{who}")), signal.SIGCONT)
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_is_stopped_is_named_when_the_time_is_up() -> None:
-    found = run_ranks(WORLD, stopping, 1, timeout_s=60)
-    for rank in (0, 2):
-        assert "rank(s) [1] of 3 did not answer within 2 s" in found[rank]
-        assert "while saving x" in found[rank] and "stopped" in found[rank]
-
-
 def fails_and_ends() -> str:
     """Rank 0 keeps the store, as under Lightning's launcher, and its process ends with an error; rank 1 asks seldom."""
     shared, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

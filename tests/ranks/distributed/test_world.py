@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed import FileStore
 
-from lightning_shardckpt.compat.torch_distributed import Store, clone_store, default_store
+from lightning_shardckpt.compat.torch_distributed import Store, clone_store
 from lightning_shardckpt.distributed.world import World
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.fabric import ShardedStrategy
@@ -87,30 +86,6 @@ def test_the_next_epoch_and_the_next_run_are_not_compared(worlds: list[World]) -
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-CROWD = 60
-
-
-def crowded() -> list[int]:
-    """Two processes play the even and the odd ranks; the odd one is killed."""
-    store, mine = default_store(), dist.get_rank()
-    everyone = [World(store, rank, CROWD) for rank in range(mine, CROWD, 2)]
-    store.set(f"registered/{mine}", "")
-    store.wait(["registered/0", "registered/1"])
-    if mine == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    found = set[int]()
-    while len(found) < CROWD // 2:
-        for world in everyone:
-            world.look()
-            found |= world.gone.keys()
-    return sorted(found)
-
-
-def test_many_ranks_of_a_host_find_all_that_have_ended() -> None:
-    first, second = run_ranks(2, crowded, expect_errors=True, grace_s=60)
-    assert second.killed
-    assert first.value == list(range(1, CROWD, 2))
 
 
 def fails_in_a_script(who: int) -> None:

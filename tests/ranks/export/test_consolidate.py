@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -216,19 +215,4 @@ def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(copy: Path, monkeypatc
         with pytest.raises(CorruptionError, match=f"corrupted data of '.*' in {file.name}, written by rank"):
             write_export(copy, None, Options(), tuning=tuning)
         flip(file, offset)
-    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
-
-
-def test_an_interrupt_ends_all_threads_and_leaves_nothing_behind(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = in_small_windows(monkeypatch, 3000)
-    pwrite, calls = os.pwrite, itertools.count(1)
-
-    def interrupting(*arguments: Any) -> int:
-        if next(calls) == 40:
-            os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread
-        return pwrite(*arguments)
-
-    monkeypatch.setattr(os, "pwrite", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        write_export(copy, None, Options(), tuning=tuning)
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 from lightning_shardckpt import ShardCkptIO, load_keys
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.safetensors_export import export_beside
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.system.tuning import TUNING
@@ -28,7 +27,6 @@ from tests.support import tiny
 from tests.support.faults import in_small_windows
 from tests.support.hub import Causal, Wrapped, llama, model_of
 from tests.support.pool import run_each, selected
-from tests.support.small import edit
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}
@@ -150,13 +148,6 @@ def test_of_several_models_one_is_left_by_the_mapping(tmp_path: Path, caplog: py
     assert "not of the LlamaForCausalLM, and not in the output: 'scale.bias', 'scale.weight'" in caplog.text
 
 
-def test_a_tie_that_transformers_does_not_know_is_written_under_each_name(tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=False)
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    folder = consolidate(saved(Wrapped(model), tmp_path / "a.ckpt"), format="huggingface")
-    assert tiny.differences(from_pretrained(folder).state_dict(), model.state_dict()) == []
-
-
 def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -169,27 +160,6 @@ def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
         consolidate(path, format="huggingface")
     folder = consolidate(path, format="huggingface", key_mapping={r"\.lora_": None})
     assert tiny.differences(from_pretrained(folder).state_dict(), expected) == []
-
-
-def test_without_a_model_of_transformers_it_is_plain_files_and_a_note(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    module = nn.Linear(3, 3)
-    folder = consolidate(saved(module, tmp_path / "a.ckpt"), format="huggingface")
-    assert "has no record of a model of transformers" in caplog.text
-    assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
-    assert tiny.differences(load_file(folder / "model.safetensors"), module.state_dict()) == []
-
-
-@pytest.mark.parametrize("part", [["n", [0], [15], [15]], ["n", [0, 0], [16, 1], [16]], ["n", [0], [16], [1 << 62]]])
-def test_a_document_with_other_boxes_than_the_tensors_is_refused(part: Any, tmp_path: Path) -> None:
-    path = saved(Wrapped(llama()), tmp_path / "a.ckpt")
-    names = {"model.norm.weight": [part]}
-    edit(path, "huggingface.json", lambda document: document["models"][0].update(names=names))
-    with pytest.raises(FormatError, match=r"the parts of 'model\.norm\.weight', \(16,\), do not tile it"):
-        consolidate(path, format="huggingface")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 # ── exports that follow saves ─────────────────────────────────────────────────────────────────────────────────────

@@ -54,23 +54,6 @@ def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Pa
         assert written == sum(value.numel() for value in expected.values()), name
 
 
-def resume(path: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
-    module = Natural()
-    trainer = tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False)
-    trainer.fit(module, ckpt_path=path)  # it is complete, so nothing is trained
-    return full_state(module)
-
-
-def test_a_checkpoint_resumes_with_and_without_ignored_modules(tmp_path: Path) -> None:
-    saved = run_ranks(2, train, {"fsdp": FSDP(ignored=IGNORED)}, tmp_path / "a.ckpt")[0]
-    hsdp = {**HSDP, "fsdp": FSDP(ignored=["net.embed"])}
-    calls = {"all sharded": (2, resume, tmp_path / "a.ckpt", {}), "hsdp": (4, resume, tmp_path / "a.ckpt", hsdp)}
-    for ranks in run_each(calls).values():
-        for found in ranks:
-            assert found.keys() == saved.keys()
-            assert [name for name, value in found.items() if not torch.equal(value, saved[name])] == []
-
-
 def refuse(strategy: dict[str, Any]) -> str:
     with pytest.raises(TopologyError) as raised:
         train(strategy)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,26 +14,13 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy
+from tests.support import hub
 from tests.support.pool import run_ranks
 
 Build = Callable[[], nn.Module]
 
 
 # ── what is built ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Scales(nn.Module):
-    """0-dim and empty parameters, made in different ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
-        self.scale = nn.Parameter(torch.ones([]) * torch.log(torch.tensor(1 / 0.07)))
-        self.none = nn.Parameter(torch.empty(0))
-        self.legacy = nn.Parameter(torch.Tensor(3, 4))
-        nn.init.xavier_normal_(self.legacy)
-        self.frozen = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
-        self.register_parameter("absent", None)
 
 
 class Slices(nn.Module):
@@ -62,58 +46,6 @@ class Slices(nn.Module):
         self.plain = self.v.detach() + 1
         self.qk = nn.Parameter(torch.cat([torch.randn(4, 4), torch.randn(4, 4).flip(0)]))
         self.parts = nn.ParameterList(self.qk.detach().chunk(2))
-
-
-class Inits(nn.Module):
-    """Every initialiser of torch.nn.init."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        init = nn.init
-        functions: list[Callable[[Tensor], Any]] = [
-            init.uniform_, init.ones_, init.eye_, init.xavier_normal_, init.kaiming_uniform_, init.orthogonal_,
-            lambda w: init.trunc_normal_(w, a=-0.2, b=0.1), lambda w: init.trunc_normal_(w, a=1, b=2),
-            lambda w: init.sparse_(w, 0.4), lambda w: init.constant_(w, 3.25),
-        ]  # fmt: skip
-        for i, function in enumerate(functions):
-            for j, shape in enumerate([(9, 20), (20, 9)]):
-                parameter = nn.Parameter(torch.empty(shape))
-                function(parameter)
-                self.register_parameter(f"p{i}_{j}", parameter)
-
-
-class Reads(nn.Module):
-    """Construction that depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-        while self.w.data.max() > 0.5:
-            self.w.data.mul_(0.9)
-
-
-class Copies(nn.Module):
-    """Values that come from outside torch's factories."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        array = np.arange(12, dtype=np.float32).reshape(3, 4)
-        self.w = nn.Parameter(torch.empty(3, 4))
-        self.w.data.copy_(torch.from_numpy(array))
-        array[:] = 0  # the copy was made before
-        self.v = nn.Parameter(torch.from_numpy(array))
-        array[1] = 5  # shares memory with the parameter
-        self.u = nn.Parameter(torch.zeros(3))
-        self.u.data = torch.tensor([1.0, 2.0, 3.0])
-        self.t = nn.Parameter(torch.zeros(4))
-        self.t.data = torch.from_numpy(array[2])
-        array[2] = 6
-        loaded = torch.zeros(5)
-        loaded.numpy()[:] = 4  # no operation that could be logged
-        self.s = nn.Parameter(loaded)
-        self.copied = copy.deepcopy(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
-        self.load = nn.Linear(3, 2)
-        self.load.load_state_dict({"weight": torch.full((2, 3), 0.5), "bias": torch.arange(2.0)})
 
 
 class Generators(nn.Module):
@@ -174,28 +106,15 @@ def normed() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4)), parametrizations.orthogonal(nn.Linear(5, 5)))
 
 
-def spectral() -> nn.Module:
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 5)), nn.utils.spectral_norm(nn.Linear(5, 5)))
-
-
-def hugging_face(kind: str, **sizes: Any) -> Build:
-    def build() -> nn.Module:
-        import transformers
-
-        config = getattr(transformers, f"{kind}Config")(**sizes, hidden_size=16, num_hidden_layers=2, vocab_size=60)
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-    return build
+def llama() -> nn.Module:
+    return hub.llama(tie_word_embeddings=True)
 
 
 BUILDS: dict[str, Build] = {
-    "scales": Scales, "slices": Slices, "inits": Inits, "reads": Reads, "copies": Copies,
-    "generators": Generators, "casts": Casts, "lazy": Lazy, "anchored": Anchored, "normed": normed,
-    "spectral": spectral,
-    "llama": hugging_face("Llama", intermediate_size=32, num_attention_heads=4, tie_word_embeddings=True),
-    "mamba": hugging_face("Mamba", state_size=4),
+    "slices": Slices, "generators": Generators, "casts": Casts, "lazy": Lazy, "anchored": Anchored, "normed": normed,
+    "llama": llama,
 }  # fmt: skip
-READ = ("reads", "normed")
+READ = ("normed",)
 """Builds that read values of parameters: all ranks must have them."""
 REAL = ("lazy",)
 """Builds whose parameters get memory after they are registered, which all ranks have then."""

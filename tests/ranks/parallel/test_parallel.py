@@ -64,14 +64,6 @@ def test_units_are_the_layers_of_the_trunks() -> None:
     assert choose_units(root, None) == ["net.last", *(f"net.layers.{i}" for i in range(3))]
 
 
-def test_units_that_match_nothing_are_listed_with_the_nearest_names() -> None:
-    with pytest.raises(TopologyError) as error:
-        choose_units(Root(Net()), ["net.block.*", "Blok", "Attention"])
-    assert "2 patterns match no module of Root" in str(error.value)
-    assert "'net.block.*' (nearest: net.blocks.*" in str(error.value)
-    assert "Attention" not in str(error.value)
-
-
 # ── tensor-parallel plans ───────────────────────────────────────────────────────────────────────────────────────────
 
 

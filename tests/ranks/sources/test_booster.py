@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import load
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from tests.support import other_programs
-from tests.support.pool import run_ranks
 from tests.support.whole_state import differing
 
 SMALL = 100 / 1024 / 1024  # MB: several files
-State = dict[str, Any]
 
 
 class Net(nn.Module):
@@ -65,18 +60,3 @@ def test_a_sharded_optimizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "pytorch_optim.bin.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     with pytest.raises(CheckpointNotFoundError, match=r"optimizer of ColossalAI's Booster.*begin with a new optimizer"):
         load(tmp_path)
-
-
-def load_sharded(folder: str) -> State:
-    """Into FSDP over all ranks; returns whole tensors."""
-    net = Net(2)
-    fully_shard(net)
-    load(folder, {"model": net})
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in net.state_dict().items()}
-
-
-def test_any_number_of_ranks_reads_its_slices(tmp_path: Path) -> None:
-    net = Net(1)
-    other_programs.write_booster(tmp_path, net.state_dict(), safe=True, limit=SMALL)
-    for model in run_ranks(3, load_sharded, str(tmp_path)):
-        assert not differing(model, dict(net.state_dict()))

@@ -20,7 +20,7 @@ import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
+from lightning_shardckpt.errors import FormatError, MismatchError
 from tests.support import other_programs, tiny
 from tests.support.other_programs import fit
 from tests.support.pool import RankFailure, run_each, run_ranks
@@ -128,20 +128,6 @@ def test_what_would_have_to_be_executed_is_read_only_if_the_user_says_so(
         run_ranks(1, resume_with, str(path), {})
     if tiny.EXECUTES:  # Lightning 2.5 gives no way to say so
         assert run_ranks(1, resume_with, str(path), tiny.EXECUTES) == [2]
-
-
-@pytest.mark.slow
-def test_a_plain_file_of_lightnings_strategy_resumes_on_any_topology(tmp_path: Path) -> None:
-    path = str(tmp_path / "plain.ckpt")
-    expected = run_ranks(1, plain, path)[0]
-    for rank in run_ranks(2, resume_on_each, path):
-        for found in rank:
-            assert tiny.differences({k: expected["state"][k] for k in found["state"]}, found["state"]) == []
-            assert rest(found) == rest(expected)
-
-
-def resume_on_each(path: str) -> list[dict[str, Any]]:
-    return [fit(strategy, 2, resume=path) for strategy in ("ours", "ours, tp", "ours, pp")]
 
 
 def plain(path: str) -> dict[str, Any]:
@@ -283,17 +269,6 @@ def test_slices_of_all_ranks_become_whole_tensors_and_other_slices(slices: Path)
     assert tiny.differences(STATE, lightning_shardckpt.load(slices)["state_dict"]) == []
     for found in run_ranks(2, load_slices, str(slices)):
         assert tiny.differences(STATE, found) == []
-
-
-def test_one_of_the_files_is_not_taken_for_the_whole(slices: Path, tmp_path: Path) -> None:
-    first, second = sorted(slices.iterdir())
-    for file in (first, second):
-        with pytest.raises(CheckpointNotFoundError, match=r"one rank's slices of tensors: give the path of its dir"):
-            lightning_shardckpt.metadata(file)
-    renamed = tmp_path / "x.safetensors"
-    renamed.write_bytes(second.read_bytes())
-    with pytest.raises(FormatError, match=r"one rank's slices of tensors"):
-        lightning_shardckpt.load(renamed)
 
 
 def test_a_directory_that_lacks_a_file_is_refused(slices: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import load
-from lightning_shardckpt import open as open_checkpoint
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
@@ -98,15 +97,6 @@ def test_all_of_it_is_returned(golden: Path, name: str) -> None:
     assert same(found["state_dict"], model) and same(flat(state["state"]), optimizer)
     as_text = [sorted(json.dumps(g, sort_keys=True) for g in groups) for groups in (state["param_groups"], settings)]
     assert as_text[0] == as_text[1]
-
-
-def test_it_is_read_by_slices(golden: Path) -> None:
-    model, optimizer, _ = expected(golden)
-    stored = {key: tensor for key, tensor in optimizer.items() if not key.endswith("/step")}
-    with open_checkpoint(golden / "step2") as checkpoint:
-        both = model | {f"optimizer/0/{key}": tensor for key, tensor in stored.items()}
-        assert same({key: checkpoint[key][...] for key in checkpoint}, both)
-        assert torch.equal(checkpoint["head.weight"][2:4, 1], model["head.weight"][2:4, 1])  # of both ranks' files
 
 
 def test_a_script_goes_on_with_its_model_and_optimizer(golden: Path) -> None:

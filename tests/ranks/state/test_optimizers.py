@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import lightning_shardckpt as ckpt
 from tests.support import tiny
@@ -119,48 +116,6 @@ def test_state_that_is_not_shaped_like_its_parameter(tmp_path: Path) -> None:
         assert tiny.differences(expected, found) == []
 
 
-def reload_into_live_state(path: str) -> None:
-    """Fill what is there where it is; what can't take the stored state, or is shared, gets memory of its own."""
-    model = nn.Sequential(*(nn.Linear(5, 7) for _ in range(4)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    keys = ("exp_avg", "exp_avg_sq")
-    states = {f"{i}.weight.{key}": (layer.weight, key) for i, layer in enumerate(model) for key in keys}
-
-    def local(name: str) -> torch.Tensor:
-        parameter, key = states[name]
-        return optimizer.state[parameter][key].to_local()
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.to_local().normal_()
-        optimizer.step()
-
-    step()
-    saved = {name: local(name).clone() for name in states}
-    ckpt.save(path, {"model": model, "optimizer": optimizer})
-    step()
-    live = {name: local(name) for name in states}
-    gone, shared, turned, double = (layer.weight for layer in model)
-    del optimizer.state[gone]
-    optimizer.state[shared]["exp_avg_sq"] = optimizer.state[shared]["exp_avg"]
-    about: dict[str, Any] = {"shape": turned.shape, "stride": turned.stride()}
-    columns_first = torch.empty(5, len(turned.to_local())).t()
-    optimizer.state[turned]["exp_avg"] = DTensor.from_local(
-        columns_first, turned.device_mesh, turned.placements, **about
-    )
-    optimizer.state[double]["exp_avg"] = optimizer.state[double]["exp_avg"].double()
-    ckpt.load(path, {"model": model, "optimizer": optimizer})
-    assert all(torch.equal(local(name), saved[name]) and local(name).dtype == torch.float32 for name in states)
-    kept = {name for name in states if local(name).data_ptr() == live[name].data_ptr()}
-    assert kept == {"2.weight.exp_avg_sq", "3.weight.exp_avg_sq"}
-
-
-def test_optimizer_state_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
-    run_ranks(2, reload_into_live_state, str(tmp_path / "a.ckpt"))
-
-
 def halves(*, tied: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if tied:
@@ -179,28 +134,3 @@ def test_what_was_tied_and_is_not_any_more_has_state_of_its_own(tmp_path: Path) 
         for key, value in before.state[saved[0].weight].items():
             assert torch.equal(first[key], value) and torch.equal(second[key], value)
             assert first[key].data_ptr() != second[key].data_ptr(), key
-
-
-class Sliced(torch.optim.SGD):
-    """Keeps every third element of each parameter, as Prodigy does with ``slice_p=3``: one, of a bias of three."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["slice"] = parameter.detach().flatten()[::3]
-
-
-def keep_slices(path: str) -> None:
-    torch.manual_seed(0)
-    module, twin = nn.Linear(3, 3), nn.Linear(3, 3)
-    optimizer, loaded = (Sliced(one.parameters(), lr=0.1) for one in (module, twin))
-    optimizer.step()
-    assert optimizer.state[module.bias]["slice"].stride() == (3,)
-    ckpt.save(path, {"model": module, "optimizer": optimizer})
-    ckpt.load(path, {"model": twin, "optimizer": loaded})
-    for here, there in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(loaded.state[there]["slice"], here.detach().flatten()[::3])
-
-
-def test_state_of_one_element_is_saved_whatever_its_stride(tmp_path: Path) -> None:
-    run_ranks(2, keep_slices, str(tmp_path / "a.ckpt"))

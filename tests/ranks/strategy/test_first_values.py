@@ -15,14 +15,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shardckpt import save
-from lightning_shardckpt.errors import RankError, StateError
-from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 
@@ -65,64 +61,6 @@ def begin(build: Build, strategy: dict[str, Any], kind: type[Built] = Built) -> 
 
 
 # ── built by rank 0 ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(tokens)))
-
-
-def initialize(net: Small) -> None:
-    """In place, by methods that are bound to modules, through ``data``, indices and ties."""
-
-    def normal(module: Any, std: float) -> None:
-        nn.init.normal_(module.weight, std=std)
-
-    net.layers.append(nn.Linear(4, 4))
-    for module in net.modules():
-        if isinstance(module, nn.Embedding | nn.Linear):
-            module.reset_parameters = partial(normal, module, 0.3)
-            module.reset_parameters()
-    net.layers[0].weight.data[0].mul_(3.0)
-    with torch.no_grad():
-        net.layers[0].weight[[1, 2]] = net.layers[0].weight[0].clone()
-        net.layers[0].bias.copy_(net.head.weight.data[:4].sum(1))
-    net.embed.weight = net.head.weight
-
-
-def initialized(strategy: dict[str, Any]) -> list[str]:
-    """What differs from the oracle of what `init_module` and code after it have made."""
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric(**strategy))
-    fabric.launch()
-    fabric.seed_everything(4, verbose=False)
-    with fabric.init_module(empty_init=True):
-        net = Small()
-    with fabric.init_module(empty_init=True):
-        initialize(net)
-    nn.init.normal_(net.layers[2].weight)  # after the context, too: rank 0's values count
-    with pytest.raises((StateError, RankError), match=r"rank 1 .*meta device, it has no values to store"):
-        save("before", {"model": net})
-    fabric.setup(net, optimizer := torch.optim.AdamW(net.parameters()))
-    torch.manual_seed(4)
-    initialize(expected := Small())
-    nn.init.normal_(expected.layers[2].weight)
-    assert net.embed.weight is net.head.weight is next(p for p in optimizer.param_groups[0]["params"] if len(p) == 12)
-    assert "tensor_parallel_size" not in strategy or torch.equal(
-        torch.get_rng_state(), fabric.broadcast(torch.get_rng_state())
-    )
-    return tiny.differences(tensors(expected), tensors(net))
-
-
-def test_parameters_may_be_initialised_in_init_module_and_after_it() -> None:
-    plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-    ways: dict[str, dict[str, Any]] = {"fsdp2": {}, "tp2": {"tensor_parallel_size": 2, "tensor_parallel_plan": plan}}
-    for topology, ranks in run_each({name: (2, initialized, way) for name, way in ways.items()}).items():
-        assert ranks == [[], []], topology
 
 
 class ShardsItself(Built):

@@ -41,15 +41,6 @@ def test_files_and_sizes_are_those_on_disk(saved: Path) -> None:
     assert found["bytes"] == sum(p.stat().st_size for p in saved.iterdir())
 
 
-def test_text_is_aligned_and_short(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 70 and max(map(len, lines)) < 140
-    assert "world       4 ranks: shard 2 × tensor 2" in lines
-    row = next(line for line in lines if line.startswith("both.bfloat16"))
-    assert row.endswith("dim 0 / 2 over shard, dim 1 / 2 over tensor")
-
-
 def test_a_pattern_picks_tensors_by_part_of_the_name_glob_or_alias(saved: Path) -> None:
     def names(pattern: str) -> list[str]:
         return [t["name"] for t in inspect(saved, pattern)["tensors"] if t["component"] == "model"]
@@ -69,9 +60,7 @@ def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
     assert "model-meta-dist-00000.index.json: the file is missing" in out and "rows.few" in out
 
 
-@pytest.mark.parametrize(
-    "tool", [["inspect"], ["verify"], ["diff", "."], ["map", "-o", os.devnull]], ids=" ".join
-)
+@pytest.mark.parametrize("tool", [["inspect"], ["verify"], ["diff", "."], ["map", "-o", os.devnull]], ids=" ".join)
 def test_the_tool_imports_neither_torch_nor_lightning(saved: Path, tool: list[str]) -> None:
     code = """
 import sys

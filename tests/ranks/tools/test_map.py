@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import pairwise, product
-from math import isclose, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds, zoo
 from tests.support.pool import run_ranks
 
-NODE = shutil.which("node")
 HOSTILE = ["</script><script>alert(1)</script>", "<!--<script>", "${x}`\\", "a\u2028\"'&lt;", "<!--data-->"]
 HOSTILE += ["__proto__", "constructor.x", "a" * 5000, ".".join("a" * 300)]
 
@@ -166,32 +163,3 @@ def test_the_command_writes_or_replaces_a_page_but_never_inside_a_checkpoint(
     for wrong, said in refused:
         assert main(["map", str(saved), "--output", str(wrong)]) == 1
         assert said in capsys.readouterr().err and not wrong.exists()
-
-
-# ── its script ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-ALL_CELLS = """
-const data = JSON.parse(require("fs").readFileSync(0));
-const cells = data.components.flatMap(({ tensors }) => tensors.flatMap(([name, number, written]) => {
-  const { shape, down, held } = data.kinds[number];
-  return [held, written].map((drawing) => ({ drawing, shape, cells: cellsOf(data, drawing, shape, down) }));
-}));
-console.log(JSON.stringify(cells));
-"""
-
-
-@pytest.mark.skipif(NODE is None, reason="node runs the page's script")
-def test_every_cell_is_drawn_to_scale_where_nothing_else_is(page: Page) -> None:
-    assert NODE is not None
-    command = [NODE, "-e", page.scripts["drawings"] + ALL_CELLS]
-    out = subprocess.run(command, input=page.scripts["data"], capture_output=True, text=True, timeout=60, check=True)
-    for found in json.loads(out.stdout):
-        cells, total = found["cells"], prod(found["shape"])
-        boxes = [tuple(map(slice, cell["start"], cell["stop"])) for cell in cells]
-        drawn = [(box, set(cell["ranks"])) for box, cell in zip(boxes, cells, strict=True)]
-        assert drawn == list(page.cells(found["drawing"]))
-        for cell, box in zip(cells, boxes, strict=True):
-            assert isclose(cell["width"] * cell["height"] * total, prod(s.stop - s.start for s in box))
-            x, y = cell["x"] + cell["width"] / 2, cell["y"] + cell["height"] / 2
-            inside = [0 < x - c["x"] < c["width"] and 0 < y - c["y"] < c["height"] for c in cells]
-            assert sum(inside) == 1 and 0 < x < 1 and 0 < y < 1
