@@ -101,7 +101,6 @@ def expected(golden: pathlib.Path, kind: str) -> dict[str, Tensor]:
 def test_each_version_has_a_golden_checkpoint_that_nobody_has_touched() -> None:
     assert MADE.keys() == {p.name for p in GOLDEN.glob("v*")} == {f"v{VERSION}"}
     assert {name: digest(GOLDEN / name) for name in MADE} == MADE
-    assert sum(p.stat().st_size for p in GOLDEN.rglob("*")) < 230_000
 
 
 def same(a: Any, b: Any) -> bool:
