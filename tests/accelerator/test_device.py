@@ -19,29 +19,6 @@ def _installed(fn: Callable[[], Any]) -> Any:
     return fn()
 
 
-def _operations() -> None:
-    host = torch.arange(6.0).view(2, 3)
-    x = torch.arange(6.0, device="cuda").view(2, 3)
-    assert x.is_cuda and str(x.device) == "cuda:0" and torch.cuda.is_available()
-    assert torch.equal((x.t() @ x + 1).cpu(), host.t() @ host + 1)
-    x[0, 1], host[0, 1] = 7, 7
-    assert torch.equal(x.cpu(), host)
-    assert torch.empty(3, device="cuda").isnan().all(), "what is not initialized shows"
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert (x @ x.t()).dtype == torch.bfloat16
-
-
-def _random_numbers() -> None:
-    torch.cuda.manual_seed(5)
-    of_host, before = torch.get_rng_state(), torch.cuda.get_rng_state()
-    first, second = torch.rand(4, device="cuda"), torch.rand(4, device="cuda")
-    torch.cuda.set_rng_state(before)
-    assert torch.equal(torch.rand(4, device="cuda"), first) and not torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), of_host)
-    with torch.cuda.device(1):
-        assert not torch.equal(torch.rand(4, device="cuda").cpu(), first.cpu())
-
-
 def _late_copies() -> None:
     """A copy to pinned memory arrives when somebody waits."""
     host, x = torch.zeros(4, pin_memory=True), torch.ones(4, device="cuda")
@@ -83,7 +60,7 @@ def _counts() -> None:
     assert device.counts()["allocated"] == allocated - 2048 * 4
 
 
-@pytest.mark.parametrize("check", [_operations, _random_numbers, _late_copies, _refusals, _counts])
+@pytest.mark.parametrize("check", [_late_copies, _refusals, _counts])
 def test_the_device_is_as_a_gpu(check: Callable[[], None]) -> None:
     require_device()
     run_ranks(1, _installed, check, init_process_group=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError, StateError
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -116,20 +116,3 @@ def test_a_path_that_is_no_checkpoint_is_explained_on_every_rank(tmp_path: Path,
     for rank in run_ranks(2, try_each, list(expected)):
         for (kind, said), (expected_kind, words) in zip(rank, expected.values(), strict=True):
             assert kind == expected_kind and words in said
-
-
-class Keyed(pl.Callback):
-    """Its key is a class, as in Lightning 1."""
-
-    @property
-    def state_key(self) -> Any:
-        return type(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": 1}
-
-
-def test_state_of_a_callback_that_lightning_would_not_find_again_is_refused(tmp_path: Path) -> None:
-    run = tiny.train(tiny.TinyLM(), {}, 1, callbacks=[Keyed()])
-    with pytest.raises(StateError, match=r"callbacks.*builtins\.type"):
-        run.save_checkpoint(tmp_path / "a.ckpt")

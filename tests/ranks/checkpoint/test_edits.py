@@ -144,7 +144,6 @@ CASES = [
             ("link out", SHARD, lambda p: p.symlink_to("/etc/passwd")),
             ("link out", ROOT, lambda p: p.symlink_to("/etc/passwd")),
             ("fifo", ROOT, os.mkfifo),
-            ("directory", SHARD, Path.mkdir),
         )
     ),
     Case("metadata of DCP beside", ambiguous, "at once, so the format is ambiguous", (*LOOKS, "verify", "diff")),
@@ -179,8 +178,6 @@ CASES = [
     *(
         Case(f"optimizer {path} {str(new)[:20]}", optimizer(path, new), words, OF_DOCUMENTS)
         for path, new, words in (
-            ("7", {}, "has keys"),
-            ("0/groups/0/hyper", [], "not an object"),
             ("0/groups/0/params", [["w"]], "is not text"),
             ("0/numbered", True, "names no parameter"),
             ("0/values", {"step": [{"value": 3}]}, "with params, value"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -54,13 +53,7 @@ def copied(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
 
 
-def archived(source: Path, target: Path) -> None:
-    archive = shutil.make_archive(str(target), "tar", source)
-    shutil.unpack_archive(archive, target, filter="data")
-    os.unlink(archive)
-
-
-@pytest.mark.parametrize("how", [moved, copied, archived])
+@pytest.mark.parametrize("how", [moved, copied])
 def test_a_checkpoint_can_be_moved_and_copied_and_is_one_like_any_other(how: Any, tmp_path: Path) -> None:
     put(tmp_path / "a.ckpt")
     path = tmp_path / "elsewhere" / "b.ckpt"

@@ -105,12 +105,6 @@ def test_names_that_are_not_there_are_told_before_anything_is_read(saved: Path) 
         next(lightning_shardckpt.load_keys(saved, "rows"))
 
 
-@pytest.mark.parametrize("index", [10**9, slice(None, None, -1), (0, 0, 0, 0), "name", True, (..., ...)], ids=str)
-def test_an_index_that_is_not_in_the_tensor_is_refused(saved: Path, index: Any) -> None:
-    with lightning_shardckpt.open(saved) as checkpoint, pytest.raises(IndexError):
-        checkpoint["rows.float64"][index]
-
-
 def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "copy.ckpt"))
     indexes = [json.loads(file.read_text())["metadata"] for file in copy.glob("model-meta-*")]

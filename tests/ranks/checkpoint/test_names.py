@@ -70,22 +70,6 @@ def of_names(state: State) -> State:
     return {"parameters": values, "groups": groups}
 
 
-# ── optimizers alone ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def alone(folder: str) -> None:
-    fabric = fabric_of("32-true")
-    saved = tied("wte", 1, fabric=fabric)
-    expected = of_names(saved)
-    fabric.save(folder + "/alone", {"optimizer": saved["optimizer"]})
-    save(folder + "/two", {"gen": saved["model"], "disc": nn.Linear(2, 2), "optimizer": saved["optimizer"]})
-    for name in ("alone", "two"):
-        state = tied("lm_head", 2, steps=0, fabric=fabric)
-        fabric.load(f"{folder}/{name}", {"optimizer": state["optimizer"]})
-        state["model"].load_state_dict(saved["model"].state_dict())
-        assert differing(of_names(state), expected) == [], name
-
-
 # ── ties ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -207,7 +191,7 @@ def state_dicts(folder: str) -> None:
 
 def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) -> None:
     """Each function asserts what it loads, in a folder of its own."""
-    functions = (alone, load_tied, of_a_trainer, state_dicts)
+    functions = (load_tied, of_a_trainer, state_dicts)
     for fn in functions:
         (tmp_path / fn.__name__).mkdir()
     run_each({fn.__name__: (2, fn, str(tmp_path / fn.__name__)) for fn in functions})

@@ -38,11 +38,25 @@ class Average(pl.Callback):
         self.average = state["average"]
 
 
+class Data(pl.LightningDataModule):
+    seen = 0
+
+    def train_dataloader(self) -> Any:
+        return tiny.loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 11}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
 def averaged(strategy: dict[str, Any], save: str | None, resume: str | None) -> tuple[dict[str, Any], bool]:
     """The averages that this rank has, whole, and whether they are sharded as the weights are."""
     pl.seed_everything(1)
-    callback = Average()
-    tiny.train(tiny.TinyLM(), strategy, 2, save=save, resume=resume, callbacks=[callback])
+    callback, data = Average(), Data()
+    tiny.train(tiny.TinyLM(), strategy, 2, save=save, resume=resume, data=data, callbacks=[callback])
+    assert data.seen == (11 if resume else 0)
     mine = {name: value for name, value in callback.average.items() if not is_elsewhere(value)}
     sharded = any(isinstance(value, DTensor) for value in mine.values())
     return {name: tiny.whole(value) for name, value in mine.items()}, sharded

@@ -128,19 +128,6 @@ def test_the_class_of_an_error_is_the_same_on_all_ranks(quick_store: Callable[[]
             assert raised.__cause__ is (error if rank == 2 else None)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_a_rank_that_is_told_to_end_ends_and_says_so_to_the_others(
-    kind: type[BaseException], who: int, quick_store: Callable[[], Any]
-) -> None:
-    def step(ranks: Ranks) -> None:
-        ranks.step("x", lambda: raising(kind(3)) if ranks.rank == who else None, lambda found: None)
-
-    for rank, error in enumerate(together(quick_store, step)):
-        assert type(error) is (kind if rank == who else RankError)
-        assert rank == who or f"rank {who} failed while x: {kind.__name__}: 3" in str(error)
-
-
 def test_after_an_error_of_a_rank_of_rank_0_or_of_json_the_next_step_works(quick_store: Callable[[], Any]) -> None:
     def steps(ranks: Ranks) -> Any:
         odd = ranks.rank == 1

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_shardckpt import export_adapters
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
@@ -172,17 +171,6 @@ def test_an_output_inside_a_checkpoint_is_refused(copy: Path, capsys: pytest.Cap
         with chdir(copy), pytest.raises(ValueError, match=f"'{name}' lies inside a checkpoint"):
             consolidate(copy, name, overwrite=True)
     assert sorted((path.name, path.read_bytes()) for path in copy.iterdir()) == before
-
-
-def test_an_output_is_on_a_file_system(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert consolidate(copy, f"file://{tmp_path}/out.pt") == tmp_path / "out.pt"
-    with pytest.raises(ValueError, match="was a URL before it became a Path"):
-        consolidate(copy, Path("s3://bucket/out.pt"))
-    for export in (consolidate, export_adapters):
-        with pytest.raises(ValueError, match="is a URL, but exports need a file system"):
-            export(copy, "s3://bucket/out.pt")
-    assert main(["consolidate", "hdfs://bucket/a.ckpt", "--output_file", str(tmp_path / "a.pt")]) == 1
-    assert "'hdfs://bucket/a.ckpt' can't be opened" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -165,18 +165,11 @@ def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Pa
     (tmp_path / "taken" / "mine").touch()
     with pytest.raises(FileExistsError, match="does not exist yet or is empty"):
         export_adapters(checkpoint, tmp_path / "taken")
-
-    config = json.loads(json.loads((checkpoint / "peft.json").read_text())["adapters"][0]["config"])
-    for changed, message in (
-        ({"config": json.dumps(config | {"peft_type": "IA3"})}, "'IA3'; only LORA"),
-        ({"name": "../../x"}, "name or root"),
-        ({"prefix": "net."}, "no tensors of adapter"),
-    ):
-        original = (checkpoint / "peft.json").read_bytes()
-        small.edit(checkpoint, "peft.json", lambda value, changed=changed: value["adapters"][0].update(changed))
-        with pytest.raises(FormatError, match=message):
-            export_adapters(checkpoint, output)
-        small.put(checkpoint, "peft.json", original)
+    original = (checkpoint / "peft.json").read_bytes()
+    small.edit(checkpoint, "peft.json", lambda value: value["adapters"][0].update({"name": "../../x"}))
+    with pytest.raises(FormatError, match="name or root"):
+        export_adapters(checkpoint, output)
+    small.put(checkpoint, "peft.json", original)
     flip(checkpoint / small.SHARD, -1)
     with pytest.raises(CorruptionError, match="corrupted data"):
         export_adapters(checkpoint, output)

@@ -26,7 +26,7 @@ from lightning_shardckpt.errors import ShardCkptError
 from tests.support import tiny
 from tests.support.nets import full_state
 from tests.support.pool import run_each, run_ranks
-from tests.sweeps.twins.base import CLASSES, Block, Natural, Net
+from tests.sweeps.twins.base import CLASSES, Natural
 
 # ── what modules return ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -95,26 +95,6 @@ class Containers(Natural):
 # ── what they compute with ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Casts(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x.to(self.a.weight.dtype)).to(x.dtype)
-
-
-class Converts(Natural):
-    """Modules change their dtype while they train."""
-
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(Casts() for _ in range(2))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index == 0:
-            self.net.layers.float()
-        elif index == 2:
-            self.net.layers.to(torch.float64)
-            self.net.cpu()
-
-
 class OneElement(Natural):
     """Parameters of one element, which the numbers that optimizers keep beside them are not taken for."""
 
@@ -148,20 +128,6 @@ class Around(Natural):
         return (once - twice).square().mean() + (self.net(3 * batch[0]).detach() - self.other(once)).square().mean()
 
 
-class Stops(Net):
-    def features(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x) * self.scale
-
-
-class StopsAtTheEmbedding(Natural):
-    def build(self) -> None:
-        self.net = Stops()
-
-
 class Attends(Natural):
     """torch computes otherwise in evaluation if the class of the parameters has functions of its own."""
 
@@ -188,12 +154,10 @@ class Attends(Natural):
 
 CASES: dict[str, tuple[Callable[[], Natural], list[str], float]] = {
     "containers": (Containers, ["fsdp2", "recomputed"], 1e-10),
-    "converts": (Converts, ["fsdp2", "kept", "replicas"], 1e-6),  # gradients of float32, for two batches
     "fused": (partial(OneElement, fused=True), ["fsdp2", "tp2", "replicas"], 1e-10),
     "fused, its lr a tensor": (partial(OneElement, fused=True, lr=torch.tensor(1e-3)), ["fsdp2", "tp2"], 1e-10),
     "by lists": (partial(OneElement, foreach=True), ["fsdp2", "tp2"], 1e-10),
     "around": (Around, ["fsdp2", "other whole"], 1e-10),
-    "stops": (StopsAtTheEmbedding, ["fsdp2"], 1e-10),
     "attends": (Attends, ["fsdp2"], 1e-12),
 }
 """A module, where it trains, and how far it may be off."""

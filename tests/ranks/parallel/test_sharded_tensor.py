@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt import full_state_dict
-from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
@@ -102,7 +100,7 @@ def keep(module: Any) -> None:
 
 
 def test_outside_of_steps_a_sharded_parameter_is_the_whole_one() -> None:
-    functions = keep, use_views, read_in_a_loss, combine_with_unknown, norms_in_double
+    functions = keep, use_views, read_in_a_loss
     run_each({function: (2, under_fsdp, function) for function in functions})
 
 
@@ -143,39 +141,3 @@ def read_in_a_loss(module: Any) -> None:
     torch.testing.assert_close(weight.grad.full_tensor(), expected, rtol=1e-12, atol=0)
     assert hooked == [True]
     module.zero_grad()
-
-
-def norms_in_double(module: Any) -> None:
-    rows = module.net.head.weight.detach().float()
-    for norm in (
-        lambda w: torch._foreach_norm([w], 2.0, torch.float64)[0],
-        lambda w: torch._foreach_norm([w], dtype=torch.float64)[0],
-        lambda w: torch.linalg.vector_norm(w, 3, dtype=torch.float64),
-        lambda w: torch.norm(w, dtype=torch.float64),
-    ):
-        found, expected = norm(rows), norm(rows.full_tensor())
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
-
-
-def combine_with_unknown(module: Any) -> None:
-    """What is made with a value of another stage is unknown, and written nowhere."""
-    weight = module.net.head.weight.detach().clone()
-    row = weight[0]
-    unknown = Placeholder.of(torch.empty((), device="meta", dtype=weight.dtype), "a gradient", weight.device)
-    made = (weight * unknown, unknown * weight, torch.add(weight, unknown), row * unknown, unknown - row)
-    assert all(isinstance(one, Placeholder) for one in made)
-    for write in (weight.mul_, row.add_, weight.copy_, lambda value: torch._foreach_mul_([weight], value)):
-        with pytest.raises(UnsupportedCodeError, match="writes a gradient, whose value this pipeline stage"):
-            write(unknown)
-    assert weight.isfinite().all()
-
-
-def train_with_batch_norm() -> None:
-    module = Natural()
-    module.net.add_module("batch_norm", nn.BatchNorm1d(4))
-    with pytest.raises(TopologyError, match=r"would replace net\.batch_norm, does not run on CPUs"):
-        tiny.trainer({}, max_epochs=1, sync_batchnorm=True).fit(module)
-
-
-def test_batch_norms_that_cannot_be_synchronized_are_refused() -> None:
-    run_ranks(1, train_with_batch_norm)

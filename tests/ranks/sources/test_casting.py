@@ -95,7 +95,6 @@ def test_a_module_whose_converted_values_are_corrupt_is_refused(tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:.*is converted while it is read")
 def test_moments_follow_what_the_optimizer_makes(tmp_path: Path) -> None:
-    """torch makes moments in the dtype of the parameter; one that keeps them in float32 has them so again."""
     module, optimizer = _stepped(torch.float32)
     ckpt.save(tmp_path / "c", {"model": module, "optimizer": optimizer})
     other = wide(torch.bfloat16, 1)
@@ -107,14 +106,6 @@ def test_moments_follow_what_the_optimizer_makes(tmp_path: Path) -> None:
     for found, of in pairs:
         assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in of.items()}
         assert all(torch.equal(found[k], of[k]) for k in of)
-
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].double()
-    ckpt.save(tmp_path / "d", {"model": module, "optimizer": optimizer})
-    again = wide(torch.float32, 1)
-    fresh = torch.optim.AdamW(again.parameters())
-    ckpt.load(tmp_path / "d", {"model": again, "optimizer": fresh})
-    assert fresh.state[again.weight]["exp_avg"].dtype is torch.float64  # as it was: the parameter's has not changed
 
 
 def _stepped(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:

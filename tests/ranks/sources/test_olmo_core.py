@@ -99,17 +99,6 @@ def test_all_of_it_is_returned(golden: Path, name: str) -> None:
     assert as_text[0] == as_text[1]
 
 
-def test_a_script_goes_on_with_its_model_and_optimizer(golden: Path) -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(groups(net, 9.0), lr=7.0)
-    assert load(golden / "step2", {"model": net, "optim": optimizer}) == {}
-    model, states, settings = expected(golden)
-    found, entries = live(net, optimizer)
-    assert same(found, model) and same(entries, states)
-    for group, stored in zip(optimizer.param_groups, settings, strict=True):
-        assert json.loads(json.dumps({**group, "params": stored["params"]})) == stored
-
-
 def begin(path: str, strategy: dict[str, Any]) -> tuple[Tensors, Tensors]:
     """Start a Trainer's run from it, before the first step."""
     net, trainer = Net(), tiny.trainer(strategy, max_steps=0)

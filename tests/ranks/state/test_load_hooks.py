@@ -428,9 +428,7 @@ def refuse(path: str) -> None:
     doors: list[tuple[str, Callable[[], Any]]] = [
         ("new parameters", lambda: tiny.train(grown(Growing()), {"pretrained": path}, 1, data=data())),
         ("new parameters", lambda: fabric.load(path, {"state_dict": model})),
-        ("new parameters", lambda: tiny.train(grown(Growing()), {}, 2, resume=path, data=data())),
         ("meta device.*to_empty", lambda: load(path, {"state_dict": on_meta})),
-        ("meta device", lambda: fabric.load(path, {"state_dict": on_meta})),
     ]
     for said, door in doors:
         with pytest.raises((StateError, RankError), match=f"(?s){said}") as caught:

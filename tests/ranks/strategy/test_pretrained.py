@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint
+from lightning_shardckpt import load, load_from_checkpoint
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
-from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from tests.support import hub, tiny
 from tests.support.hub import loss_of, model_of
@@ -181,66 +179,12 @@ def begin_with_differences(folder: str) -> list[str]:
     assert torch.equal(module.model.rotary_emb.inv_freq, expected.rotary_emb.inv_freq), "which is not stored"
     with pytest.raises(MismatchError, match=r"(?s)head.bias.*lm_head.weight.*pretrained_strict=False"):
         tiny.train(Classifier("x"), {"pretrained": path, "pretrained_strict": True}, 1)
-    with pytest.raises(MismatchError, match=r"(?s)cannot begin .* 3 differences.*\(64, 16\) in checkpoint, \(64, 5\)"):
-        tiny.train(Odd("x"), {"pretrained": path}, 1)
     whole = {f"model.{name}": value for name, value in expected.state_dict().items()}
     head = {name: module.first[name] for name in ("head.weight", "head.bias")}
     return tiny.differences(whole | head, module.first)
 
 
-class Odd(Causal):
-    """Some names of Llama, with other shapes and a dtype of integers."""
-
-    def configure_model(self) -> None:
-        self.lm_head = torch.nn.Linear(5, 64, bias=False)
-        self.model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(7, bias=False), "embed_tokens": torch.nn.Module()})
-        self.model["embed_tokens"].register_buffer("weight", torch.zeros(64, 16, dtype=torch.int64))
-
-
 # ── other ways ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Adapted(Causal):
-    def configure_model(self) -> None:
-        import peft
-
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # transformers, of PEFT
-        if hasattr(self, "model"):
-            return
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], r=2)
-        self.model = peft.get_peft_model(model_of(self.kind), config)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-class ShardsItself(Causal):
-    def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        if hasattr(self, "model"):
-            return
-        with torch.device("meta"):
-            self.model = model_of(self.kind)
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
-
-
-def of_adapters_only(path: str, save: str, expected: dict[str, Tensor]) -> list[str]:
-    """What differs where the base comes from one place, and adapters from a checkpoint that has nothing else."""
-    options: dict[str, Any] = {"plugins": [ShardCkptIO(adapters_only=True)]}
-    tiny.train(trained := Adapted("llama"), {"pretrained": path}, 1, save=save, **options)
-    kept = {name for name in trained.first if ".lora_" in name or ".modules_to_save." in name}
-    end = {name: value for name, value in full_state(trained).items() if name in kept}
-    tiny.train(resumed := Adapted("llama"), {"pretrained": path}, 2, resume=save, **options)
-    return tiny.differences(of_base(resumed.first, expected) | end, resumed.first)
-
-
-def of_base(names: Iterable[str], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The base weights under the names that PEFT gives them."""
-    plain = {name: without_peft_layers(name).removeprefix("model.base_model.model.") for name in names}
-    return {name: expected[base] for name, base in plain.items() if ".lora_" not in name}
 
 
 def first_of(module: Causal, precision: Any = "32-true", **options: Any) -> dict[str, Tensor]:
@@ -258,8 +202,6 @@ def begin_in_other_ways(folder: str) -> list[str]:
     expected = type(model_of("llama")).from_pretrained(path).state_dict()
     whole = {f"model.{name}": value for name, value in expected.items()}
     half = {name: value.bfloat16() for name, value in whole.items()}
-    adapted, untouched = (first_of(Adapted("llama"), **options) for options in ({"pretrained": path}, {}))
-    adapters = {name: untouched[name] for name in adapted if ".lora_" in name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the head that it leaves out
         mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=without_head)
@@ -267,13 +209,10 @@ def begin_in_other_ways(folder: str) -> list[str]:
     tiny.train(trained := Causal("llama"), {}, 1, save=save)
     tiny.train(resumed := Causal("llama"), {"pretrained": "/nowhere"}, 2, resume=save)
     found = {
-        "LoRA": tiny.differences(of_base(adapted, expected) | adapters, adapted),
-        "a model that shards itself": tiny.differences(whole, first_of(ShardsItself("llama"), pretrained=path)),
         "bf16-true": tiny.differences(half, first_of(Causal("llama"), "bf16-true", pretrained=path)),
         "mapped": tiny.differences(whole | head, mapped),
         "our checkpoint": tiny.differences(full_state(trained), first_of(Causal("llama"), pretrained=save)),
         "a ckpt_path, which has the weights": tiny.differences(full_state(trained), resumed.first),
-        "adapters_only": of_adapters_only(path, f"{folder}/only.ckpt", expected),
     }
     with pytest.raises(CheckpointNotFoundError, match=r"no pretrained weights: .*'/nowhere'.*hf download"):
         first_of(Causal("llama"), pretrained="/nowhere")
@@ -288,7 +227,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "a ckpt_path": (begin_from_weights,),
     "Fabric": (begin_fabric, "llama-tied"),
     "differences": (begin_with_differences,),
-    "adapters, precisions, mappings": (begin_in_other_ways,),
+    "precisions, mappings": (begin_in_other_ways,),
 }
 """What returns the names of tensors that differ from those of transformers, after the folder of its directories."""
 

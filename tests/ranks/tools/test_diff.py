@@ -24,12 +24,9 @@ from tests.support.pool import run_ranks
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 KINDS: dict[str, tuple[tuple[int, ...], torch.dtype, Any]] = {
     "rows": ((13, 7), torch.float32, Shard(0)),
-    "columns": ((13, 7), torch.float64, Shard(1)),
     "half": ((9, 6), torch.float16, Shard(0)),
     "brain": ((9, 6), torch.bfloat16, Shard(1)),
-    "waves": ((4, 6), torch.complex64, Shard(0)),
     "double_waves": ((4, 6), torch.complex128, Shard(1)),
-    "whole_numbers": ((5, 3), torch.int32, Shard(0)),
     "bytes": ((5, 3), torch.uint8, Shard(1)),
     "flags": ((5, 3), torch.bool, Shard(0)),
     "scalar": ((), torch.float32, Replicate()),

@@ -41,15 +41,6 @@ def test_files_and_sizes_are_those_on_disk(saved: Path) -> None:
     assert found["bytes"] == sum(p.stat().st_size for p in saved.iterdir())
 
 
-def test_a_pattern_picks_tensors_by_part_of_the_name_glob_or_alias(saved: Path) -> None:
-    def names(pattern: str) -> list[str]:
-        return [t["name"] for t in inspect(saved, pattern)["tensors"] if t["component"] == "model"]
-
-    assert names("few") == names("*.few") == ["rows.few"]
-    assert names("tied.*") == ["rows.float64"]
-    assert names("nothing") == []
-
-
 def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
