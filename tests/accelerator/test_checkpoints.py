@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
-from lightning_shardckpt.state.tensor_bytes import HostWindows
 from tests.accelerator import device
 from tests.accelerator.ranks import require_device, run_on_gpus
 from tests.support.pool import run_ranks
@@ -94,24 +93,6 @@ def test_pinned_memory_of_saves_is_used_again_and_hardly_more_than_their_bytes(t
     require_device()
     for pinned, nbytes in run_on_gpus(1, _pinned_by_saves, str(tmp_path / "saved"))[0]:
         assert nbytes <= pinned <= 1.1 * nbytes
-
-
-def _windows() -> None:
-    tensors = {n: torch.full((n % 5, 4), float(n), device="cuda").t() for n in range(24)}
-    tensors[24] = torch.ones(3)
-    windows = HostWindows(tensors, window_bytes=256)
-    before = device.counts()["host_waits"]
-    held = {n: windows.bytes_of(n) for n in tensors}
-    waits = device.counts()["host_waits"] - before
-    assert 4 < waits < 24
-    again = {n: windows.bytes_of(n) for n in reversed(tensors)}
-    for n, tensor in tensors.items():
-        assert bytes(held[n]) == bytes(again[n]) == tensor.cpu().contiguous().numpy().tobytes()
-
-
-def test_windows_of_a_device_have_the_bytes_of_its_tensors_in_any_order() -> None:
-    require_device()
-    run_on_gpus(1, _windows)
 
 
 def _loaded_by_one_process(path: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import REPLICAS
 from tests.support.tiny import TinyLM, loader, trainer, whole
@@ -46,19 +45,3 @@ def test_replicas_add_the_same_noise_of_the_device_and_go_on_with_their_own() ->
     (one, own), (other, others) = run_on_gpus(2, _replica_with_noise)
     assert one == other and all(map(math.isfinite, one))
     assert own != others
-
-
-def _moved() -> tuple[list[float], list[float]]:
-    """A state that was taken on device 0 continues on device 1."""
-    torch.cuda.manual_seed_all(1)
-    torch.rand(3, device="cuda")
-    state = get_rng_state()
-    expected = torch.rand(3, device="cuda").tolist()
-    torch.cuda.set_device(1)
-    set_rng_state(state)
-    return expected, torch.rand(3, device="cuda").tolist()
-
-
-def test_the_stream_of_a_rank_continues_on_another_device() -> None:
-    ((expected, found),) = run_on_gpus(1, _moved, pretend={"devices": 2})
-    assert found == expected

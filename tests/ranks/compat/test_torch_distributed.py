@@ -18,6 +18,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     all_gather_single,
     backend_name,
     clone_store,
+    default_store,
     distribute_locally,
     get_if_set,
     group_of_name,
@@ -70,7 +71,14 @@ def groups() -> None:
     assert total.item() == 6
 
 
-@pytest.mark.parametrize("check", [collectives, distributed_locally, groups])
+def told() -> None:
+    if dist.get_rank() == 0:
+        put_bytes(default_store(), "told by rank 0", b"\xff\x00")
+    dist.barrier()
+    assert bytes(default_store().get("told by rank 0")) == b"\xff\x00"
+
+
+@pytest.mark.parametrize("check", [collectives, distributed_locally, groups, told])
 def test_collectives_groups_and_the_store_are_those_of_torch(check: Callable[[], None]) -> None:
     run_ranks(2, check)
 

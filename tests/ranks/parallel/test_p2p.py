@@ -90,7 +90,6 @@ OF_THREE: dict[str, list[Exception | None]] = {
     "a neighbour of the real one": [PeerFailed(), PeerFailed(), RuntimeError("out of memory")],
     "neighbours after the real one": [UnsupportedCodeError("shape (2,)"), PeerFailed(), PeerFailed()],
     "one without a text": [None, ZeroDivisionError(), None],
-    "one with several lines": [None, UnsupportedCodeError("first\nsecond: ü"), None],
 }
 
 
