@@ -319,11 +319,6 @@ def check_errors_reach_all_ranks(path: str, state: State) -> None:
 def check_half_of_the_ranks_save(path: str) -> None:
     me = dist.get_rank()
     group = [dist.new_group([0]), dist.new_group([1])][me]
-    save(f"{path}/own-{me}", {"w": torch.full((600,), me)}, process_group=group)
-    other = {"w": torch.zeros(600, dtype=torch.int64)}
-    dist.barrier()
-    load(f"{path}/own-{1 - me}", other, process_group=group)
-    assert torch.equal(other["w"], torch.full((600,), 1 - me))
     whole_mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(StateError, match="let all ranks of the job save it"):
         save(f"{path}/part-{me}", {"w": distribute_tensor(torch.ones(4), whole_mesh, [Shard(0)])}, process_group=group)

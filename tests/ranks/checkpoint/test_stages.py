@@ -8,8 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt import full_state_dict
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.state.tensor_bytes import is_elsewhere
@@ -123,3 +125,22 @@ def test_what_hooks_replace_is_tied_like_the_model_and_what_stages_hold_otherwis
 )
 def test_a_rank_continues_the_one_of_its_stage_and_data(place: Any, saved: dict[str, int], rank: int) -> None:
     assert DataShare(*place).source_rank({"place": saved}) == rank
+
+
+def whole_before_and_after(strategy: dict[str, int]) -> list[str]:
+    torch.manual_seed(1)
+    module = tiny.TinyLM()
+    module.blocks[0].register_buffer("one", torch.arange(3.0)[::3])  # contiguous, with a stride of 3
+    before: dict[str, Tensor] = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = tiny.trainer(strategy, limit_val_batches=1)
+    trainer.validate(module, tiny.loader(shuffle=False), verbose=False)
+    after, blocks = full_state_dict(module), full_state_dict(module.blocks)
+    assert {f"blocks.{name}" for name in blocks} == {name for name in before if name.startswith("blocks.")}
+    assert module.state_dict().keys() < before.keys()  # this rank has only some of them
+    joined = after | {f"blocks.{name}": value for name, value in blocks.items()}
+    return [*tiny.differences(before, after), *tiny.differences(before, joined)]
+
+
+def test_a_whole_state_dict_has_all_stages_and_shards_on_every_rank() -> None:
+    strategy = {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}
+    assert run_ranks(4, whole_before_and_after, strategy) == [[]] * 4

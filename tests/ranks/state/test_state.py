@@ -20,6 +20,7 @@ from lightning_shardckpt import ShardCkptIO, load, metadata, save
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
+from tests.sweeps import state_trees
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
@@ -195,3 +196,14 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
             load(path, {"model": other})
             pairs = zip(source.state_dict().values(), other.state_dict().values(), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "trees"), [(1, 200), (3, 40)])
+def test_every_tree_comes_back_equal_or_is_refused(world: int, trees: int, tmp_path: Path) -> None:
+    """``python -m tests.sweeps.state_trees`` tries many more."""
+    numbers = list(range(trees))
+    found = run_ranks(world, state_trees.run, numbers, str(tmp_path), init_process_group=world > 1, timeout_s=200)
+    assert all(rank == found[0] for rank in found)
+    assert found[0]["equal"] > trees // 2 and found[0]["refused"] > 0
+    assert found[0].total() == trees
