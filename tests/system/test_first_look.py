@@ -17,26 +17,9 @@ from lightning_shardckpt import load_from_checkpoint
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
 from tests.support import tiny
+from tests.support.boring import Keeps
 from tests.support.pool import run_ranks
 from tests.support.tiny import AddsObject, Wraps
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "limit_train_batches": 2,
-    "limit_val_batches": 0,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-}
-
-
-class Keeps(pl.Callback):
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lock": object()} if self.where == "callback" else {}
 
 
 class Brings(BoringModel):  # brings what can't be stored, in one place or another
@@ -77,9 +60,10 @@ class Data(pl.LightningDataModule):
 def begun(folder: str, where: str, **hyper: Any) -> tuple[str, list[str]]:
     """Collective: every rank must call it. Returns the error of a run that saves, and warnings of hyper-parameters."""
     pl.seed_everything(3)
-    callbacks = [Keeps(where), ModelCheckpoint(folder)]
-    world, data = torch.distributed.get_world_size(), Data() if where == "datamodule" else None
-    trainer = pl.Trainer(**QUIET, devices=world, strategy="sharded", logger=False, callbacks=callbacks)
+    callbacks = [Keeps(object() if where == "callback" else None), ModelCheckpoint(folder)]
+    data = Data() if where == "datamodule" else None
+    options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "enable_checkpointing": True}
+    trainer = tiny.trainer("sharded", callbacks=callbacks, **options)
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +75,7 @@ def begun(folder: str, where: str, **hyper: Any) -> tuple[str, list[str]]:
 
 
 REFUSED = {
-    "callback": "callbacks/Keeps/lock: builtins.object",
+    "callback": "callbacks/Keeps/value: builtins.object",
     "hook": "encoder: builtins.object",
     "scheduler": "lr_schedulers/0/lr_lambdas/0/lock: builtins.object",
     "datamodule": "Data/vocabulary: builtins.object",
@@ -111,13 +95,9 @@ def test_what_cannot_be_saved_is_refused_by_the_first_save_with_its_path(tmp_pat
     assert [folder.name for folder in tmp_path.iterdir() if any(folder.iterdir())] == []
 
 
-def begun_with(folder: str, nested: Any) -> tuple[str, list[str]]:
-    return begun(folder, "", encoder=print, nested=nested)
-
-
 def test_hyper_parameters_that_are_missing_are_named_at_a_save_and_at_a_load(tmp_path: Path) -> None:
     nested = {"scale": [1, print]}
-    (error, (said,)), _ = run_ranks(2, begun_with, str(tmp_path), nested)
+    (error, (said,)), _ = run_ranks(2, begun, str(tmp_path), "", encoder=print, nested=nested)
     assert error == "" and "hyper_parameters/nested/scale/1: builtins.builtin_function" in said
     (saved,) = tmp_path.iterdir()
     with pytest.raises(StateError, match=r"(?s)encoder  .*nested/scale/1  .*encoder=…, nested=…"):

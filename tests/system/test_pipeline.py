@@ -295,7 +295,6 @@ SLOW = {
     "changes the run": Case(Changes),
     "draws": Case(Draws, {}, ONE_MICROBATCH),
     "zbv_zero_bubble": Case(FiveBlocks, CLIPPED, by_microbatch("zbv_zero_bubble", 2)),
-    "fsdp": Case(OfNet, CLIPPED, AXES["fsdp"], 4),
     "tensor": Case(OfNet, CLIPPED, AXES["tensor"] | {"pipeline": Pipeline(microbatches=2)}, 4),
 }
 SWEPT = {
@@ -303,6 +302,7 @@ SWEPT = {
         name: Case(FiveBlocks, CLIPPED, by_microbatch(name, 2))
         for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipe_v")
     },
+    "fsdp": Case(OfNet, CLIPPED, AXES["fsdp"], 4),
     "fsdp and tensor": Case(OfNet, CLIPPED, AXES["fsdp"] | AXES["tensor"], 8),
 }
 CASES = QUICK | SLOW | SWEPT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +28,7 @@ from lightning_shardckpt import FSDP, ShardedStrategy
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.tensor_parallel import without_experts
 from tests.support import tiny
+from tests.support.fabrics import assert_close
 from tests.support.nets import (
     PLAN,
     TOLERANCE,
@@ -36,11 +36,9 @@ from tests.support.nets import (
     Case,
     Module,
     Trained,
-    batches,
     dataset,
     full_state,
     loss_of,
-    optimizer_of,
     train_all,
     trainer_for,
     twins,
@@ -54,24 +52,6 @@ def fit(module: pl.LightningModule, strategy: ShardedStrategy, **options: Any) -
     trainer = trainer_for(strategy, dist.get_world_size(), **options)
     trainer.fit(module)
     return trainer
-
-
-def assert_close(got: State, expected: State, tolerance: float = TOLERANCE) -> None:
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=tolerance, msg=name)
-
-
-def plain_training(net: nn.Module) -> State:
-    """Train in plain torch on two global batches of `tests.support.nets`; return the state as Lightning names it."""
-    root = nn.ModuleDict({"net": net}).double()
-    optimizer = optimizer_of(root)
-    for batch in islice(batches(), 2):
-        loss_of(net, batch).backward()
-        nn.utils.clip_grad_norm_(root.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(root.state_dict())
 
 
 # ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +75,7 @@ def train_with_scaler() -> tuple[State, list[float]]:
 
 @pytest.mark.slow
 def test_every_rank_skips_the_step_in_which_one_overflows(found: dict[Any, Any]) -> None:
-    for state, scale_and_steps in found[train_with_scaler]:
+    for state, scale_and_steps in found[train_with_scaler, 2]:
         assert scale_and_steps == [512, 3]  # halved once; three of four steps
         assert all(value.isfinite().all() for value in state.values())
 
@@ -144,7 +124,7 @@ def run_stages() -> None:
 
 @pytest.mark.slow
 def test_stages_and_trainers_share_a_module(found: dict[Any, Any]) -> None:
-    assert found[run_stages] == [None, None]  # which asserts
+    assert found[run_stages, 2] == [None, None]  # which asserts
 
 
 # ── modules that shard themselves ───────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +151,7 @@ class ShardsItself(Module):  # as for Lightning's ModelParallelStrategy: this st
     def configure_model(self) -> None:
         if self.net is None:
             self.net = Feedforward()
-        if isinstance(self.net.up.weight, DTensor):
+        if self.trainer.world_size == 1 or isinstance(self.net.up.weight, DTensor):
             return
         assert self.device_mesh is not None
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -182,25 +162,17 @@ class ShardsItself(Module):  # as for Lightning's ModelParallelStrategy: this st
 
 def train_what_shards_itself() -> State:
     pl.seed_everything(3, verbose=False)
+    size = min(2, dist.get_world_size())
     options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
-    trainer = fit(module := ShardsItself(), ShardedStrategy(tensor_parallel_size=2), **options)
+    trainer = fit(module := ShardsItself(), ShardedStrategy(tensor_parallel_size=size), **options)
     trainer.validate(module, verbose=False)
     return full_state(module)
 
 
-def train_feedforward() -> State:
-    pl.seed_everything(3, verbose=False)
-    torch.set_default_dtype(torch.float64)  # as Lightning does while it builds
-    try:
-        return plain_training(Feedforward())
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.slow
-def test_a_module_that_shards_itself_trains_as_plain_torch(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
-    for got in found[train_what_shards_itself]:
-        assert_close(got, alone[train_feedforward][0])
+def test_a_module_that_shards_itself_trains_as_on_one_process(found: dict[Any, Any]) -> None:
+    for got in found[train_what_shards_itself, 4]:
+        assert_close(got, found[train_what_shards_itself, 1][0])
 
 
 def sequence_parallel(root: nn.Module, mesh: Any) -> None:
@@ -232,20 +204,18 @@ def even_length() -> DataLoader[tuple[Tensor, ...]]:
 
 
 @pytest.mark.slow
-def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
-    for got in found[train_sequence_parallel]:
-        assert_close(got, alone[train_sequence_parallel][0])
+def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any]) -> None:
+    for got in found[train_sequence_parallel, 2]:
+        assert_close(got, found[train_sequence_parallel, 1][0])
+
+
+WAYS = [(train_with_scaler, 2), (run_stages, 2), (train_what_shards_itself, 1), (train_what_shards_itself, 4)]
+WAYS += [(train_sequence_parallel, 1), (train_sequence_parallel, 2)]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[Any, list[Any]]:
-    on_two = {fn: (2, fn) for fn in (train_with_scaler, run_stages, train_sequence_parallel)}
-    return run_each({**on_two, train_what_shards_itself: (4, train_what_shards_itself)})
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[Any, list[Any]]:
-    return run_each({fn: (1, fn) for fn in (train_feedforward, train_sequence_parallel)})
+    return run_each({(fn, world): (world, fn) for fn, world in WAYS})
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
