@@ -94,14 +94,6 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**_HF | {"intermediate_size": 16, "num_local_experts": 4}))
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 3}
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(config)
-
-
 def lora(net: nn.Module | None = None, **options: Any) -> nn.Module:
     """A small Llama, or another model, with adapters in layers that are sharded by columns, by rows and not at all."""
     from peft import LoraConfig, get_peft_model
@@ -128,8 +120,6 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
         llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.2
     ),
     "dora": lambda: lora(use_dora=True),
-    "lora qwen3": lambda: lora(qwen3(), modules_to_save=["mlp"]),
-    "gpt2": gpt2,
 }
 
 

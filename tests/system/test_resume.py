@@ -96,26 +96,6 @@ class Augmented(Dataset[Any]):  # draws each sample anew, as random augmentation
         return (noise() // 2,)
 
 
-class Stateful:  # batches from the generators of the process, and its own position
-    def __init__(self) -> None:
-        self._begun = 0
-
-    def __len__(self) -> int:
-        return PER_EPOCH
-
-    def __iter__(self) -> Any:
-        begin, self._begun = self._begun, 0
-        for self._begun in range(begin + 1, PER_EPOCH + 1):
-            yield ((noise() // 2)[None],)
-        self._begun = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"begun": self._begun}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._begun = state["begun"]
-
-
 class Corpus:  # reads on from where it is, in every epoch; its length is not known
     def __init__(self) -> None:
         self.place = {"read": 0}  # changed in place: a state of it must be copied
@@ -187,7 +167,6 @@ def data(kind: str, world: int) -> Any:
         "max_size_cycle": lambda: CombinedLoader({"long": plain(), "short": plain(count=4)}, "max_size_cycle"),
         "min_size": lambda: CombinedLoader({"long": plain(count=12), "short": plain()}, "min_size"),
         "augmentation": lambda: {n: DataLoader(Augmented(), batch_size=2, shuffle=True) for n in ("one", "other")},
-        "stateful beside": lambda: CombinedLoader({"stateful": Stateful(), "other": plain()}, "min_size"),
         "iterable": lambda: DataLoader(Stream(), batch_size=2),
         "corpus": Corpus,
         "continued": lambda: continued(2 * PER_EPOCH * world),
@@ -315,7 +294,7 @@ ROWS = [
     Row("one process", "two workers", "max_steps@5, epoch end"),
     *(
         Row("one process", kind, "save@6")
-        for kind in ("own generator", "max_size_cycle", "min_size", "augmentation", "stateful beside", "iterable")
+        for kind in ("own generator", "max_size_cycle", "min_size", "augmentation", "iterable")
     ),
     Row("one process", "persistent worker", "save@6"),
     Row("one process", "persistent worker", "save@4"),
