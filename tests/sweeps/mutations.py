@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation("an index may name a file outside of its directory", SAFE, "format/value_checks.py",
              "[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", "[A-Za-z0-9._/-]{1,128}", ("unit/format/test_format.py",)),
     Mutation("a key may be twice in an index", SAFE, "format/value_checks.py", "if len(value) != len(pairs):",
-             "if False:", ("unit/format/test_index.py", "unit/format/test_format.py")),
+             "if False:", ("unit/format/test_format.py",)),
     Mutation("a link in a checkpoint is followed", SAFE, "storage/local_storage.py",
              "if stat.S_ISLNK(mode) or stat.S_ISSOCK(mode):", "self._follow_links = True\n                if False:",
              ("unit/format/test_format.py::test_f6_a_link_in_place_of_a_file_is_refused",)),

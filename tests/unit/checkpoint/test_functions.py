@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import MismatchError, StateError
-from tests.support.stores import Bucket
 
 State = dict[str, Any]
 
@@ -23,14 +22,6 @@ def state_of(seed: int) -> State:
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     return {"model": model, "optimizer": optimizer}
-
-
-def test_files_of_a_load_are_kept_in_a_local_folder(s3: Bucket, tmp_path: Path) -> None:
-    stored, live = state_of(1), state_of(2)
-    save(s3.url("a"), stored, storage_options=s3.options)
-    load(s3.url("a"), live, storage_options=s3.options, pre_download=tmp_path / "cache")
-    assert torch.equal(live["model"].weight, stored["model"].weight)
-    assert [*tmp_path.glob("cache/*/*model-dist-00000-shard-00001.safetensors")]
 
 
 @pytest.mark.parametrize(

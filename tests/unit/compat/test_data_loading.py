@@ -17,18 +17,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_shardckpt.compat.data_loading import (
-    IndexedLoader,
-    draw_orders_by_epoch,
-    is_strided,
-    last_order,
-    makes_plain_batches,
-    order_of_all_ranks,
-    own_generator,
-    sampler_of,
-    show_samplers,
-    wrapped_sampler,
-)
+from lightning_shardckpt.compat import data_loading as compat
 
 
 class Reversed:
@@ -43,7 +32,7 @@ class Reversed:
         return len(self._sampler)
 
 
-class Backwards(IndexedLoader):
+class Backwards(compat.IndexedLoader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.began: list[int] = []
         super().__init__(*args, **kwargs)
@@ -59,7 +48,7 @@ DATA = torch.arange(6)
 def test_indices_are_drawn_from_the_source(batch_size: int | None, expected: list[Any]) -> None:
     loader = Backwards(DATA, batch_size=batch_size)
     assert [batch.tolist() for batch in loader] == expected and len(loader) == len(expected)
-    assert [batch.tolist() for batch in IndexedLoader(DATA, batch_size=batch_size)] == expected[::-1]
+    assert [batch.tolist() for batch in compat.IndexedLoader(DATA, batch_size=batch_size)] == expected[::-1]
 
 
 def test_an_iterator_of_persistent_workers_begins_the_source_for_every_epoch() -> None:
@@ -89,8 +78,8 @@ def test_order_is_what_the_ranks_give_in_turns(kind: str, ranks: int) -> None:
         GENERATOR.manual_seed(0)
         parts.append(list(sampler))
         GENERATOR.manual_seed(0)
-        orders.append(order_of_all_ranks(sampler))
-        assert is_strided(sampler) and (sampler.num_replicas, sampler.rank) == (ranks, rank)
+        orders.append(compat.order_of_all_ranks(sampler))
+        assert compat.is_strided(sampler) and (sampler.num_replicas, sampler.rank) == (ranks, rank)
     in_turns = [index for step in zip(*parts, strict=True) for index in step][:11]
     assert sorted(set(orders[0])) == sorted(orders[0]) and len(orders[0]) == 11
     assert orders == [orders[0]] * ranks and orders[0][: len(in_turns)] == in_turns
@@ -103,9 +92,10 @@ def test_samplers_that_may_do_otherwise_are_not_known() -> None:
     class Batches(BatchSampler):
         pass
 
-    assert not is_strided(Other(range(4), 2, 0)) and not is_strided(SequentialSampler(range(4)))  # type: ignore[arg-type]
-    assert not makes_plain_batches(Batches(SequentialSampler(range(4)), 2, False))
-    assert makes_plain_batches(BatchSampler(SequentialSampler(range(4)), 2, False)) and makes_plain_batches(None)
+    plain: Any = SequentialSampler(range(4))
+    assert not compat.is_strided(Other(range(4), 2, 0)) and not compat.is_strided(plain)  # type: ignore[arg-type]
+    assert not compat.makes_plain_batches(Batches(plain, 2, False))
+    assert compat.makes_plain_batches(BatchSampler(plain, 2, False)) and compat.makes_plain_batches(None)
 
 
 def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() -> None:
@@ -114,11 +104,11 @@ def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() ->
     given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(6)), 3, drop_last=False))  # type: ignore[arg-type]
     drawn, whole = DataLoader(rows, sampler=few), DataLoader(rows, shuffle=True)  # type: ignore[arg-type]
     before = [loader.sampler for loader in (given, drawn, whole)]
-    with show_samplers(given), show_samplers(drawn), show_samplers(whole):
+    with compat.show_samplers(given), compat.show_samplers(drawn), compat.show_samplers(whole):
         again = _update_dataloader(given, given.sampler)
         assert len(drawn.sampler) == 4 and not isinstance(drawn.sampler, RandomSampler)  # type: ignore[arg-type]
         assert isinstance(whole.sampler, RandomSampler), "Lightning may distribute the dataset"
-    assert makes_plain_batches(again.batch_sampler)
+    assert compat.makes_plain_batches(again.batch_sampler)
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in given] == [[0, 1, 2], [3, 4, 5]]
     assert [loader.sampler for loader in (given, drawn, whole)] == before, "for others, the loaders are what they were"
     assert type(given.batch_sampler) is BatchSampler
@@ -131,18 +121,19 @@ def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_draw
     for rank in range(2):
         few = RandomSampler(range(99), num_samples=8, generator=own)
         sampler = DistributedSamplerWrapper(few, 2, rank, shuffle=False)
-        assert last_order(sampler) is None and wrapped_sampler(sampler) is few and own_generator(sampler) is own
-        draw_orders_by_epoch(DataLoader(range(99), sampler=sampler))  # type: ignore[arg-type]  # a Sequence does
+        assert compat.last_order(sampler) is None
+        assert compat.wrapped_sampler(sampler) is few and compat.own_generator(sampler) is own
+        compat.draw_orders_by_epoch(DataLoader(range(99), sampler=sampler))  # type: ignore[arg-type]  # a Sequence does
         torch.manual_seed(rank)
         before = torch.get_rng_state(), GENERATOR.get_state()
         for epoch, order in enumerate(epochs):
             sampler.set_epoch(epoch)
             order += sampler
-            assert sorted(last_order(sampler)[rank::2]) == sorted(order[-4:])  # type: ignore[index]
+            assert sorted(compat.last_order(sampler)[rank::2]) == sorted(order[-4:])  # type: ignore[index]
         assert all(map(torch.equal, before, (torch.get_rng_state(), GENERATOR.get_state())))
         sampler.set_epoch(0)
         assert [*sampler] == epochs[0][-4:]
     assert [len(set(order)) for order in epochs] == [8, 8] and set(epochs[0]) != set(epochs[1])
     plain = KINDS["in order"](num_replicas=1, rank=0)
-    draw_orders_by_epoch(DataLoader(range(11), sampler=plain))  # type: ignore[arg-type]
-    assert last_order(plain) is None and sampler_of(DataLoader(range(11), sampler=plain)) is plain  # type: ignore[arg-type]
+    compat.draw_orders_by_epoch(DataLoader(range(11), sampler=plain))  # type: ignore[arg-type]
+    assert compat.last_order(plain) is None and compat.sampler_of(DataLoader(range(11), sampler=plain)) is plain  # type: ignore[arg-type]

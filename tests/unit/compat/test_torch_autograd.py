@@ -14,56 +14,36 @@ from torch.optim import SGD, Optimizer, optimizer
 from torch.utils import _foreach_utils
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shardckpt.compat.torch_autograd import (
-    accumulated_leaf,
-    accumulates_gradient_of,
-    after_backward,
-    allow_lists_of,
-    backward_number,
-    change_arguments,
-    change_parameters,
-    check_unused_inputs,
-    has_load_hooks,
-    has_own_load_state_dict,
-    has_own_state_dict,
-    in_backward,
-    is_batched,
-    node_hooks,
-    norms,
-    on_node_hook,
-    packing_hook,
-    replace_unscale,
-    returns_gradient_of,
-    unscale,
-)
+from lightning_shardckpt.compat import torch_autograd as compat
 
 
 def test_only_the_nodes_of_leaves_have_one() -> None:
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2)
     node = (leaf * other).grad_fn
-    assert node is not None and accumulated_leaf(node) is None
+    assert node is not None and compat.accumulated_leaf(node) is None
     below = node.next_functions[0][0]
-    assert below is not None and accumulated_leaf(below) is leaf
+    assert below is not None and compat.accumulated_leaf(below) is leaf
 
 
 def test_each_backward_pass_has_a_number_of_its_own_in_all_of_it() -> None:
     seen: list[int] = []
     leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda gradient: seen.append(backward_number() if in_backward() else -1))
+    leaf.register_hook(lambda gradient: seen.append(compat.backward_number() if compat.in_backward() else -1))
     for _ in range(2):
         out = leaf * 2
-        out.register_hook(lambda gradient: seen.append(backward_number()))
+        out.register_hook(lambda gradient: seen.append(compat.backward_number()))
         out.sum().backward()
     first, in_leaf, second, in_leaf_again = seen
-    assert first == in_leaf != second == in_leaf_again and -1 not in seen and backward_number() == -1
+    assert first == in_leaf != second == in_leaf_again and -1 not in seen and compat.backward_number() == -1
 
 
 def test_a_function_runs_once_when_all_gradients_are_there() -> None:
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    seen: list[bool] = []
-    a.register_hook(lambda gradient: after_backward(lambda: seen.append(a.grad is not None and b.grad is not None)))
+    seen: list[list[bool]] = []
+    note = lambda: seen.append([leaf.grad is None for leaf in (a, b)])  # noqa: E731
+    a.register_hook(lambda gradient: compat.after_backward(note))
     (b.exp() * a).sum().backward()
-    assert seen == [True]
+    assert seen == [[False, False]]
 
 
 def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> None:
@@ -72,23 +52,23 @@ def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> 
 
     def product() -> Tensor:
         inside = leaf * other
-        inside.register_hook(lambda gradient: seen.append([accumulates_gradient_of(p) for p in (leaf, other)]))
+        inside.register_hook(lambda gradient: seen.append([compat.accumulates_gradient_of(p) for p in (leaf, other)]))
         return inside.sum()
 
-    leaf.register_hook(lambda gradient: seen.append([returns_gradient_of(leaf)]))
+    leaf.register_hook(lambda gradient: seen.append([compat.returns_gradient_of(leaf)]))
 
     product().backward()
     torch.autograd.grad(product(), [leaf])
     product().backward(inputs=[leaf])
     assert seen == [[True, True], [False], [False, False], [True], [True, False], [False]]
-    assert not accumulates_gradient_of(leaf), "no backward runs"
+    assert not compat.accumulates_gradient_of(leaf), "no backward runs"
 
 
 def test_checkpointing_and_offloading_pack_what_is_saved() -> None:
     seen: list[bool] = []
 
     def run(tensor: Tensor) -> Tensor:
-        seen.append(packing_hook() is not None)
+        seen.append(compat.packing_hook() is not None)
         return tensor.exp()
 
     tensor = torch.ones(2, requires_grad=True)
@@ -108,7 +88,7 @@ class Multiplied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        Multiplied.found.append(is_batched(gradient))
+        Multiplied.found.append(compat.is_batched(gradient))
         return gradient * 2, None
 
 
@@ -123,7 +103,7 @@ def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
 def test_functions_of_users_are_called_with_other_arguments_until_it_ends() -> None:
     of_torch, seen = torch.autograd.Function.__dict__["apply"], list[type]()
     x = torch.ones(2, requires_grad=True)
-    end = change_arguments(lambda function, args: seen.append(function) or (args[0] + 1, *args[1:]))
+    end = compat.change_arguments(lambda function, args: seen.append(function) or (args[0] + 1, *args[1:]))
     found = Multiplied.apply(x, 2)
     checkpoint(torch.sin, x, use_reentrant=True)  # by a function of torch
     end()
@@ -147,7 +127,7 @@ class GradientInBackward(torch.autograd.Function):
 
 def test_unused_inputs_of_grad_are_told_inside_a_backward_alone() -> None:
     x, seen, of_torch = torch.ones(1, requires_grad=True), list[Any](), vars(torch.autograd)["_engine_run_backward"]
-    end = check_unused_inputs(lambda inputs, gradients: seen.append((len(inputs[1]), gradients and gradients[1])))
+    end = compat.check_unused_inputs(lambda inputs, found: seen.append((len(inputs[1]), found and found[1])))
     GradientInBackward.apply(x).backward()
     assert torch.autograd.grad(x * 2, torch.ones(1, requires_grad=True), allow_unused=True) == (None,)
     end()
@@ -162,7 +142,7 @@ def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_a
         seen.append((of, inverse.item(), zero.item(), allow_fp16))
         return {torch.device("cpu"): answer}
 
-    undo = replace_unscale(scaler, function)
+    undo = compat.replace_unscale(scaler, function)
     scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
     for value in (0.0, 1.0):
         answer.fill_(value)
@@ -179,22 +159,22 @@ def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_o
     told, leaf = list[Any](), torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda g: g)  # type: ignore[no-untyped-call]
     node = get_gradient_edge(leaf).node
-    assert node_hooks(leaf) == []
-    put_back = on_node_hook(told.append)
+    assert compat.node_hooks(leaf) == []
+    put_back = compat.on_node_hook(told.append)
     hooks: list[Any] = [lambda given, got: None, lambda got: None]
     node.register_hook(hooks[0])
     node.register_prehook(hooks[1])
     put_back()
     node.register_hook(lambda given, got: None)
-    assert told == hooks and set(hooks) < set(node_hooks(leaf)) and len(node_hooks(leaf)) == 3
+    assert told == hooks and set(hooks) < set(compat.node_hooks(leaf)) and len(compat.node_hooks(leaf)) == 3
 
 
 def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
     halves, found = [torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, -4.0]).half()], torch.zeros(())
-    assert [n.item() for n in norms(halves, 2.0, torch.float32)] == [600.0, 5.0]
-    unscale([gradient := torch.tensor([2.0, 4.0])], torch.tensor(0.5), found)
+    assert [n.item() for n in compat.norms(halves, 2.0, torch.float32)] == [600.0, 5.0]
+    compat.unscale([gradient := torch.tensor([2.0, 4.0])], torch.tensor(0.5), found)
     assert gradient.tolist() == [1, 2] and found.item() == 0
-    unscale([gradient, torch.tensor([math.nan])], torch.tensor(1.0), found)
+    compat.unscale([gradient, torch.tensor([math.nan])], torch.tensor(1.0), found)
     assert found.item() == 1
 
 
@@ -203,7 +183,7 @@ def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
 
 def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
     given, other = list[Any](), torch.zeros(1, requires_grad=True)
-    with change_parameters(lambda params: given.append(params) or [other]):
+    with compat.change_parameters(lambda params: given.append(params) or [other]):
         optimizers = [torch.optim.SGD([], lr=0.1), torch.optim.AdamW([]), torch.optim.LBFGS([])]
     assert given == [[], [], []]
     assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
@@ -214,7 +194,7 @@ def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
 def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
     lists = [optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
     before, kind = [list(kinds) for kinds in lists], type("Plain", (Tensor,), {})
-    put_back = allow_lists_of(kind)
+    put_back = compat.allow_lists_of(kind)
     assert lists == [[*kinds, kind] for kinds in before]
     put_back()
     assert lists == before and DTensor in before[0] and DTensor in before[1]
@@ -231,8 +211,9 @@ class Own(SGD):
 @pytest.mark.parametrize("hook", ["state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_a_method_or_a_hook_that_saves_or_loads_otherwise_is_seen(hook: str) -> None:
     own, plain = (kind([torch.zeros(2, requires_grad=True)], lr=0.1) for kind in (Own, SGD))
-    assert has_own_state_dict(own) and has_own_load_state_dict(own) and not has_own_load_state_dict(plain)
-    ask = has_own_state_dict if hook == "state_dict_post" else has_load_hooks
+    assert compat.has_own_state_dict(own)
+    assert compat.has_own_load_state_dict(own) and not compat.has_own_load_state_dict(plain)
+    ask = compat.has_own_state_dict if hook == "state_dict_post" else compat.has_load_hooks
     ran = list[object]()
     assert not ask(plain)
     handle = getattr(plain, f"register_{hook}_hook")(lambda *given: ran.append(given))

@@ -15,43 +15,14 @@ import torch._dynamo  # so that something is compiled at all
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_shardckpt.compat.torch_modules import (
-    argument_hooks,
-    buffer_slots,
-    child_slots,
-    clear_hooks,
-    compiled_call,
-    compiled_from,
-    convert_tensors,
-    has_compiled,
-    has_own_load,
-    has_post_load_hooks,
-    intercept_calls,
-    is_compiled,
-    keep_hooks,
-    mix_in,
-    non_persistent_buffers,
-    on_deepcopy,
-    parameter_slots,
-    pre_load_origins,
-    refresh_flat_weights,
-    reset_method,
-    restore_flat_weights,
-    result_hooks,
-    run_eagerly,
-    skip_folders,
-    unregister_tensors,
-    withhold_state,
-    withholds_state,
-    without_global_hooks,
-)
+from lightning_shardckpt.compat import torch_modules as compat
 
 
 def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert not withholds_state(model[1])
-    withhold_state(model[1])
-    assert withholds_state(model[1]) and not withholds_state(model[0])
+    assert not compat.withholds_state(model[1])
+    compat.withhold_state(model[1])
+    assert compat.withholds_state(model[1]) and not compat.withholds_state(model[0])
     assert type(model[1]) is nn.BatchNorm1d
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
@@ -71,7 +42,7 @@ def test_a_call_is_intercepted_around_hooks_and_the_class_stays(kind: type[nn.Li
     layer, x = kind(2, 2), torch.ones(2)
     expected, said = layer(x), list[str]()
     layer.register_forward_hook(lambda *args: said.append("hook"))
-    intercept_calls(layer, lambda original, *args: said.append("before") or 3 * original(*args))
+    compat.intercept_calls(layer, lambda original, *args: said.append("before") or 3 * original(*args))
     assert torch.equal(layer(x), 3 * expected)
     assert said == ["before", *["hook"] * (2 if kind is CallsTwice else 1)]
     assert isinstance(layer, kind) and (type(layer) is nn.Linear) == (kind is nn.Linear)
@@ -82,7 +53,7 @@ def test_unregistered_tensors_are_attributes() -> None:
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("scratch", torch.zeros(1), persistent=False)
     weight, mean = norm.weight, norm.running_mean
-    unregister_tensors(norm)
+    compat.unregister_tensors(norm)
     assert norm.weight is weight and norm.running_mean is mean
     assert not list(norm.parameters()) and not list(norm.buffers())
     norm.register_buffer("other", torch.zeros(1))
@@ -100,17 +71,17 @@ def test_hooks_are_seen_and_removed_and_those_of_all_modules_can_be_left_out() -
         return list(calls)
 
     layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
-    assert not result_hooks(layer)
+    assert not compat.result_hooks(layer)
     handles = [
         layer.register_forward_hook(lambda *_: calls.append("forward")),
         layer.register_full_backward_hook(lambda *_: calls.append("backward")),
         layer.register_full_backward_pre_hook(lambda *_: calls.append("backward pre")),
     ]
-    assert result_hooks(layer) == {handle.id for handle in handles} and len(run()) == 4
-    clear_hooks(layer)
-    assert run() == [] and not argument_hooks(layer) and not result_hooks(layer)
+    assert compat.result_hooks(layer) == {handle.id for handle in handles} and len(run()) == 4
+    compat.clear_hooks(layer)
+    assert run() == [] and not compat.argument_hooks(layer) and not compat.result_hooks(layer)
     handle = of.register_module_forward_hook(lambda *_: calls.append("global"))
-    with without_global_hooks():
+    with compat.without_global_hooks():
         assert run() == []
     assert run() == ["global"]
     handle.remove()
@@ -120,11 +91,11 @@ def test_modules_of_torch_have_a_method_that_initializes_their_parameters() -> N
     for module in (nn.Linear(2, 2), nn.LSTM(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1)):
         parameter = next(module.parameters())
         version = parameter._version
-        reset = reset_method(module)
+        reset = compat.reset_method(module)
         assert reset is not None
         reset()
         assert parameter._version > version
-    assert reset_method(nn.ReLU()) is None
+    assert compat.reset_method(nn.ReLU()) is None
 
 
 def test_buffers_that_are_not_saved_are_named_while_they_are_there() -> None:
@@ -132,23 +103,23 @@ def test_buffers_that_are_not_saved_are_named_while_they_are_there() -> None:
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("derived", torch.zeros(1), persistent=False)
     module.register_buffer("empty", None, persistent=False)
-    assert non_persistent_buffers(module) == {"derived", "empty"} and module.state_dict().keys() == {"kept"}
+    assert compat.non_persistent_buffers(module) == {"derived", "empty"} and module.state_dict().keys() == {"kept"}
     module.register_buffer("derived", torch.zeros(1))
-    assert non_persistent_buffers(module) == {"empty"} and module.state_dict().keys() == {"kept", "derived"}
+    assert compat.non_persistent_buffers(module) == {"empty"} and module.state_dict().keys() == {"kept", "derived"}
 
 
 @torch.no_grad()  # a graph would keep parameters, too
 def test_a_recurrent_module_keeps_no_parameters_but_those_of_its_slots_once_refreshed() -> None:
     x, module, twin = torch.randn(4, 3), nn.GRU(3, 2), nn.GRU(3, 2)
     expected, before = twin(x)[0], module(x)[0]
-    kept = dict(parameter_slots(module))
+    kept = dict(compat.parameter_slots(module))
     copies = {name: nn.Parameter(p.detach().clone()) for name, p in twin.named_parameters()}
-    parameter_slots(module).update(copies)
-    flat = refresh_flat_weights([module, nn.Linear(2, 2)])
+    compat.parameter_slots(module).update(copies)
+    flat = compat.refresh_flat_weights([module, nn.Linear(2, 2)])
     assert [m for m, _ in flat] == [module]
     assert torch.equal(module(x)[0], expected)
-    parameter_slots(module).update(kept)
-    restore_flat_weights(flat)
+    compat.parameter_slots(module).update(kept)
+    compat.restore_flat_weights(flat)
     references = [weakref.ref(copy) for copy in copies.values()]
     copies.clear()
     assert [reference() for reference in references] == [None] * 4  # they are in no list
@@ -165,21 +136,21 @@ class Overridden(nn.BatchNorm1d):
 
 
 def test_code_of_users_and_of_libraries_is_told_apart() -> None:
-    assert pre_load_origins(nn.Linear(1, 1)) == pre_load_origins(pl.LightningModule()) == set()
-    assert pre_load_origins(nn.BatchNorm1d(1)) == {"library"}
-    assert pre_load_origins(Overridden(1)) == {"user"}
+    assert compat.pre_load_origins(nn.Linear(1, 1)) == compat.pre_load_origins(pl.LightningModule()) == set()
+    assert compat.pre_load_origins(nn.BatchNorm1d(1)) == {"library"}
+    assert compat.pre_load_origins(Overridden(1)) == {"user"}
     module = nn.Linear(1, 1)
     module.register_load_state_dict_pre_hook(partial(hook, 1))  # type: ignore[no-untyped-call]  # torch's
-    assert pre_load_origins(module) == {"user"} and not has_post_load_hooks(module)
+    assert compat.pre_load_origins(module) == {"user"} and not compat.has_post_load_hooks(module)
     module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
-    assert has_post_load_hooks(module) and pre_load_origins(checkpoint_wrapper(nn.Linear(1, 1))) == set()
+    assert compat.has_post_load_hooks(module) and compat.pre_load_origins(checkpoint_wrapper(nn.Linear(1, 1))) == set()
 
 
 def test_each_parameter_that_is_deep_copied_is_told_with_its_copy_until_it_ends() -> None:
     told = list[tuple[nn.Parameter, nn.Parameter]]()
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     net[1].weight = net[0].weight  # type: ignore[assignment]  # tied
-    end = on_deepcopy(lambda *pair: told.append(pair))
+    end = compat.on_deepcopy(lambda *pair: told.append(pair))
     try:
         copied = copy.deepcopy(net)
     finally:
@@ -226,8 +197,8 @@ def test_of_skipped_folders_only_what_they_call_is_compiled_and_without_a_callba
         return sizes
 
     assert graph_sizes("outer") == [3]
-    skip_folders([str(tmp_path)])
-    skip_folders([str(tmp_path)])
+    compat.skip_folders([str(tmp_path)])
+    compat.skip_folders([str(tmp_path)])
     assert rules.SKIP_DIRS.count(str(tmp_path)) == 1
     assert graph_sizes("outer") == [1] and graph_sizes("half_seen") == [1]  # of the second call
     torch._dynamo.reset()
@@ -235,12 +206,13 @@ def test_of_skipped_folders_only_what_they_call_is_compiled_and_without_a_callba
 
 def test_a_module_has_compiled_ones_inside_if_they_are_compiled_in_place_or_wrapped() -> None:
     in_place, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
-    assert not has_compiled(in_place) and compiled_call(in_place[0]) is None
+    assert not compat.has_compiled(in_place) and compat.compiled_call(in_place[0]) is None
     in_place[0].compile(backend="eager")
     wrapped[0] = torch.compile(wrapped[0], backend="eager")  # type: ignore[assignment]  # a module
-    assert has_compiled(in_place) and has_compiled(in_place[0]) and has_compiled(wrapped)
-    intercept_calls(in_place[0], lambda original, *args: original(*args))
-    assert callable(compiled_call(in_place[0])) and is_compiled(in_place[0]) and not is_compiled(in_place)
+    assert compat.has_compiled(in_place) and compat.has_compiled(in_place[0]) and compat.has_compiled(wrapped)
+    compat.intercept_calls(in_place[0], lambda original, *args: original(*args))
+    assert callable(compat.compiled_call(in_place[0]))
+    assert compat.is_compiled(in_place[0]) and not compat.is_compiled(in_place)
 
 
 class Doubling(nn.Module):
@@ -253,21 +225,21 @@ class Doubling(nn.Module):
 
 def test_children_buffers_classes_and_values_of_a_module_can_be_replaced() -> None:
     model, new = nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()), nn.Linear(2, 2, bias=False)
-    child_slots(model)["1"] = new
-    buffer_slots(model[0])["running_mean"] = mean = torch.ones(2)
-    assert list(model)[1] is new and model[0].running_mean is mean and not has_own_load(new)
-    mix_in(new, Doubling)
-    convert_tensors(model, lambda tensor: torch.full_like(tensor, 7))
-    assert isinstance(new, nn.Linear) and new(torch.ones(1, 2)).tolist() == [[28, 28]] and has_own_load(new)
+    compat.child_slots(model)["1"] = new
+    compat.buffer_slots(model[0])["running_mean"] = mean = torch.ones(2)
+    assert list(model)[1] is new and model[0].running_mean is mean and not compat.has_own_load(new)
+    compat.mix_in(new, Doubling)
+    compat.convert_tensors(model, lambda tensor: torch.full_like(tensor, 7))
+    assert isinstance(new, nn.Linear) and new(torch.ones(1, 2)).tolist() == [[28, 28]] and compat.has_own_load(new)
     kept = new.register_forward_pre_hook(lambda module, args: None)
     new.register_forward_hook(lambda module, args, result: None)
-    keep_hooks(new, {kept.id})
-    assert argument_hooks(new) == {kept.id} and not result_hooks(new)
+    compat.keep_hooks(new, {kept.id})
+    assert compat.argument_hooks(new) == {kept.id} and not compat.result_hooks(new)
 
     def refuse(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         raise AssertionError("it compiles")
 
     compiled = torch.compile(new, backend=refuse)
-    assert compiled_from(compiled) is new and compiled_from(new) is None  # type: ignore[arg-type]  # a module
-    with run_eagerly():
+    assert compat.compiled_from(compiled) is new and compat.compiled_from(new) is None  # type: ignore[arg-type]  # a module
+    with compat.run_eagerly():
         assert compiled(torch.ones(1, 2)).tolist() == [[28, 28]]

@@ -13,32 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_shardckpt.compat.torch_tensors import (
-    NO_TORCH_FUNCTION,
-    DispatchMode,
-    accumulation_hooks,
-    below_functions,
-    dispatches,
-    fake_tensors,
-    gradient_hooks,
-    in_functional_transform,
-    is_marked_as_parameter,
-    keep_version,
-    local_part,
-    mark_as_parameter,
-    memory_id,
-    set_accumulation_hooks,
-    set_gradient_hooks,
-    shares_memory,
-    storage_uses,
-    version_of,
-    viewed_tensor,
-    with_hooks,
-    with_torch_function,
-    without_modes,
-    without_torch_function,
-    written_arguments,
-)
+from lightning_shardckpt.compat import torch_tensors as compat
 
 
 class Counted(Tensor):
@@ -51,15 +26,15 @@ class Counted(Tensor):
 
 
 class Plain(Tensor):
-    __torch_function__ = NO_TORCH_FUNCTION
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
 def test_torch_function_is_off_and_on_again_inside() -> None:
     tensor, found = torch.ones(2).as_subclass(Counted), list[int]()
-    with without_torch_function():
+    with compat.without_torch_function():
         torch.add(tensor, 1)
         found.append(Counted.calls)
-        with with_torch_function():
+        with compat.with_torch_function():
             torch.add(tensor, 1)
         torch.add(tensor, 1)
         found.append(Counted.calls)
@@ -69,9 +44,9 @@ def test_torch_function_is_off_and_on_again_inside() -> None:
 
 def test_a_marked_tensor_is_a_parameter_of_its_class() -> None:
     tensor = torch.ones(2).as_subclass(Plain)
-    assert not isinstance(tensor, nn.Parameter) and not is_marked_as_parameter(tensor)
-    mark_as_parameter(tensor)
-    assert isinstance(tensor, nn.Parameter) and is_marked_as_parameter(tensor)
+    assert not isinstance(tensor, nn.Parameter) and not compat.is_marked_as_parameter(tensor)
+    compat.mark_as_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter) and compat.is_marked_as_parameter(tensor)
     module = nn.Module()
     module.weight = tensor  # type: ignore[assignment]  # the metaclass of Parameter says that it is one
     assert [name for name, _ in module.named_parameters()] == ["weight"]
@@ -80,15 +55,15 @@ def test_a_marked_tensor_is_a_parameter_of_its_class() -> None:
 def test_hooks_are_found_by_id_and_move_with_their_handles() -> None:
     seen: list[str] = []
     old, new = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert not gradient_hooks(old) and not accumulation_hooks(old) and with_hooks([old, new]) == []
+    assert not compat.gradient_hooks(old) and not compat.accumulation_hooks(old) and compat.with_hooks([old, new]) == []
     first = old.register_hook(lambda gradient: seen.append("gradient"))
     second = old.register_post_accumulate_grad_hook(lambda leaf: seen.append("accumulated"))
-    hooks, after = gradient_hooks(old), accumulation_hooks(old)
-    assert len(with_hooks([old, new])) == 1 and with_hooks([new, old])[0] is old
+    hooks, after = compat.gradient_hooks(old), compat.accumulation_hooks(old)
+    assert len(compat.with_hooks([old, new])) == 1 and compat.with_hooks([new, old])[0] is old
     assert hooks is not None and list(hooks) == [first.id]
     assert after is not None and list(after) == [second.id]
-    set_gradient_hooks(new, hooks)
-    set_accumulation_hooks(new, after)
+    compat.set_gradient_hooks(new, hooks)
+    compat.set_accumulation_hooks(new, after)
     new.sum().backward()
     assert seen == ["gradient", "accumulated"]
     first.remove()
@@ -99,34 +74,34 @@ def test_hooks_are_found_by_id_and_move_with_their_handles() -> None:
 
 def test_changes_in_place_count_and_can_be_left_out() -> None:
     tensor = torch.ones(4)
-    view, before = tensor[:2], version_of(tensor)
+    view, before = tensor[:2], compat.version_of(tensor)
     view.add_(1)
-    assert version_of(tensor) == version_of(view) == before + 1
+    assert compat.version_of(tensor) == compat.version_of(view) == before + 1
     tensor.data.add_(1)
-    assert version_of(tensor) == before + 1
-    with keep_version(tensor):
+    assert compat.version_of(tensor) == before + 1
+    with compat.keep_version(tensor):
         tensor.add_(1)
-    assert version_of(tensor) == before + 1
+    assert compat.version_of(tensor) == before + 1
     assert tensor.tolist() == [4, 4, 3, 3]
 
 
 def test_memory_is_shared_as_long_as_another_tensor_has_it() -> None:
     tensor = torch.ones(4)
-    assert not shares_memory(tensor)
+    assert not compat.shares_memory(tensor)
     other = tensor.detach()
-    assert shares_memory(tensor) and shares_memory(other)
+    assert compat.shares_memory(tensor) and compat.shares_memory(other)
     del other
-    assert not shares_memory(tensor)
-    assert shares_memory(tensor[:2])
-    before, kept = storage_uses(tensor), [tensor.detach(), tensor[1:]]
-    assert storage_uses(tensor) == before + len(kept)
+    assert not compat.shares_memory(tensor)
+    assert compat.shares_memory(tensor[:2])
+    before, kept = compat.storage_uses(tensor), [tensor.detach(), tensor[1:]]
+    assert compat.storage_uses(tensor) == before + len(kept)
 
 
 def test_a_transform_of_functions_is_noticed_inside() -> None:
     found: list[bool] = []
 
     def note(x: Tensor) -> Tensor:
-        found.append(in_functional_transform())
+        found.append(compat.in_functional_transform())
         return x.sum()
 
     torch.func.vmap(note)(torch.ones(2, 2))
@@ -138,7 +113,7 @@ def test_a_transform_of_functions_is_noticed_inside() -> None:
 aten = torch.ops.aten
 
 
-class Noting(DispatchMode):  # type: ignore[no-untyped-call]
+class Noting(compat.DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -161,11 +136,11 @@ class NotingFunctions(TorchFunctionMode):
 def test_below_functions_no_mode_sees_functions_nor_history_and_without_modes_no_mode_operations() -> None:
     leaf = nn.Parameter(torch.ones(2))
     with NotingFunctions() as functions, Noting() as operations:
-        with below_functions():
+        with compat.below_functions():
             assert not (leaf + 1).requires_grad
         assert functions.seen == []
         operations.seen.clear()
-        with without_modes():
+        with compat.without_modes():
             torch.add(leaf, 1)
         assert operations.seen == []
         torch.add(leaf, 1)
@@ -186,17 +161,18 @@ sys.exit("torch._dynamo" in sys.modules)
 
 def test_written_arguments_are_those_of_the_schema() -> None:
     a, b, out = torch.ones(2), torch.ones(2), torch.empty(2)
-    assert written_arguments(aten.add.Tensor, (a, b), {}) == []
-    assert written_arguments(aten.add_.Tensor, (a, b), {})[0] is a
-    assert written_arguments(aten.add.out, (a, b), {"out": out})[0] is out
+    assert compat.written_arguments(aten.add.Tensor, (a, b), {}) == []
+    assert compat.written_arguments(aten.add_.Tensor, (a, b), {})[0] is a
+    assert compat.written_arguments(aten.add.out, (a, b), {"out": out})[0] is out
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_view_has_the_memory_of_its_tensor(device: str) -> None:
     tensor = torch.empty(4, device=device)
-    assert local_part(tensor) is tensor and viewed_tensor(tensor[1:]) is tensor and viewed_tensor(tensor) is None
-    assert memory_id(tensor) == memory_id(tensor[1:]) != memory_id(torch.empty(4, device=device))
-    assert [dispatches(kind) for kind in (Tensor, nn.Parameter, Plain, DTensor)] == [False, False, False, True]
+    assert compat.local_part(tensor) is tensor
+    assert compat.viewed_tensor(tensor[1:]) is tensor and compat.viewed_tensor(tensor) is None
+    assert compat.memory_id(tensor) == compat.memory_id(tensor[1:]) != compat.memory_id(torch.empty(4, device=device))
+    assert [compat.dispatches(kind) for kind in (Tensor, nn.Parameter, Plain, DTensor)] == [False, False, False, True]
 
 
 # ── how a file for torch.load is written before its bytes are there ───────────────────────────────────────────────────
@@ -204,7 +180,7 @@ def test_a_view_has_the_memory_of_its_tensor(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.complex64, torch.float8_e4m3fn])
 def test_a_fake_tensor_is_written_as_a_real_one_without_its_bytes(dtype: torch.dtype) -> None:
-    real, make = torch.arange(1, 7).to(dtype).view(2, 3), fake_tensors()
+    real, make = torch.arange(1, 7).to(dtype).view(2, 3), compat.fake_tensors()
     files = io.BytesIO(), io.BytesIO()
     torch.save([real], files[0])
     with torch.serialization.skip_data(materialize_fake_tensors=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
-from typing import Any
 
 import pytest
 
@@ -80,73 +78,3 @@ def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
         damaged[at] ^= 1
         with pytest.raises((CorruptionError, FormatError), match="x"):
             root_from_json(bytes(damaged), "x")
-
-
-# ── what an edited index may say beside what test_format.py breaks: each is refused, with words that tell why ────────
-
-
-class Deleted(Enum):
-    """What an edited index lacks; an enum, whose members have names that are the same in every process."""
-
-    DELETED = 1
-
-
-DELETED = Deleted.DELETED
-
-
-def edited(value: Any, path: str, new: Any) -> Any:
-    """A copy of a JSON value in which what is at ``path`` is replaced."""
-    value = json.loads(json.dumps(value))
-    *above, last = [int(p) if p.isdigit() else p for p in path.split("/")]
-    place = value
-    for part in above:
-        place = place[str(part) if isinstance(place, dict) else part]
-    if new is DELETED:
-        del place[last]
-    else:
-        place[str(last) if isinstance(place, dict) else last] = new
-    return value
-
-
-def sealed(value: dict[str, Any]) -> bytes:
-    value = {k: v for k, v in value.items() if k != "checksum"}
-    rest = json.dumps(value).encode()[1:]
-    return b'{"checksum":"' + checksum(rest).encode() + b'",\n' + rest
-
-
-ROOT_EDITS: list[tuple[str, Any, str]] = [
-    ("world_size", 0, "world of 0"),
-    ("topology", {"a": -1}, "-1 is not a size"),
-    ("layouts/0/axes/0", ["a", 2], "ValueError"),
-    ("layouts/2/order", 7, "TypeError"),
-    ("components/model/tensors/a/0", ["F32"], "unknown dtype"),
-    ("components/model/tensors/a/2", 3, "IndexError"),
-    ("components/model/tensors/a", ["F32", [8, 3], 0, "x"], "nothing or a 1"),
-    ("components/model/indexes/0/0", "a\u0000b", "is not a file name"),
-    ("components/model/indexes/0/2", SUM.upper(), "is not a checksum"),
-    ("components/model/indexes", {"one": ["x", 1, SUM]}, "ValueError"),
-    ("documents", {"..": [1, SUM]}, "is not a file name"),
-    ("prefix", "../", "prefix"),
-    ("prefix", "0" * 16 + "-", "prefix"),  # of another save
-    ("software", DELETED, "software"),
-]
-RANK_EDITS: list[tuple[str, Any, str]] = [
-    ("files", {"../x": [1, SUM]}, "not a file name"),
-    ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
-    ("metadata/a/checksums", "", "0 digits of checksums, expected 16 for each of 1 blocks"),
-    ("metadata/a/lengths", [1 << 62, 1 << 62], "lies outside"),
-    ("metadata/a/more", 5, "TypeError"),
-]
-
-
-@pytest.mark.parametrize(("path", "new", "words"), ROOT_EDITS, ids=lambda v: str(v)[:40])
-def test_an_edited_root_index_is_refused(path: str, new: Any, words: str) -> None:
-    with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
-        root_from_json(sealed(edited(json.loads(root_to_json(a_root())), path, new)), "file x")
-
-
-@pytest.mark.parametrize(("path", "new", "words"), RANK_EDITS, ids=lambda v: str(v)[:40])
-def test_an_edited_rank_index_is_refused(path: str, new: Any, words: str) -> None:
-    text = json.dumps(edited(json.loads(rank_index_to_json(a_rank_index())), path, new)).encode()
-    with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
-        rank_index_from_json(text, "file x")

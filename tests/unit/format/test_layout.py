@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
@@ -13,8 +13,6 @@ import torch
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.layout import (
-    MAX_BLOCKS,
-    MAX_RANKS,
     REPLICATED,
     Axis,
     Box,
@@ -22,14 +20,10 @@ from lightning_shardckpt.format.layout import (
     Holders,
     Layout,
     Shape,
-    as_holders,
     find_cover_error,
     find_unheld_shards,
-    join_holders,
     parts_of_rank,
-    parts_of_shard,
     replicas,
-    shards_meeting,
 )
 
 
@@ -92,57 +86,6 @@ def test_the_parts_of_a_rank_hold_what_torch_would_give_it(name: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_shards_of_a_layout_tile_every_tensor(name: str) -> None:
-    layout, _ = LAYOUTS[name]
-    for shape in SHAPES:
-        counts = torch.zeros(shape, dtype=torch.int64)
-        for shard in product(*map(range, layout.shards)):
-            for part in parts_of_shard(layout, shape, shard):
-                box_of(counts, part.box).add_(1)
-        assert torch.equal(counts, torch.ones_like(counts))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_shards_that_meet_a_box_are_found_without_trying_all(name: str) -> None:
-    layout, _ = LAYOUTS[name]
-    choose = random.Random(name)
-    for shape in SHAPES:
-        for _ in range(20):
-            ends = [sorted((choose.randint(0, n), choose.randint(0, n))) for n in shape]
-            box = Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
-            found = list(shards_meeting(layout, shape, box))
-            assert len(set(found)) == len(found)
-
-            def meets(shard: Shape, shape: Shape = shape, box: Box = box) -> bool:
-                return any(part.box.intersect(box) for part in parts_of_shard(layout, shape, shard))
-
-            if box.numel:
-                assert set(found) == {s for s in product(*map(range, layout.shards)) if meets(s)}
-
-
-HOLDERS: dict[str, Callable[[int], Holders]] = {
-    "all": everything,
-    "a range": lambda n: ((n, 2 * n),),
-    "all but one": lambda n: ((0, 1), (2, n + 1)),
-    "every second": lambda n: tuple((i, i + 1) for i in range(0, 3 * n, 2)),
-}
-
-
-@pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.parametrize("name", [n for n in LAYOUTS if "permuted" not in n])
-def test_the_replicas_of_a_shard_are_the_holders_with_its_coordinates(name: str, kind: str) -> None:
-    layout, world = LAYOUTS[name]
-    holders = HOLDERS[kind](world)
-    ranks = [r for a, b in holders for r in range(a, b)]
-    missing = []
-    for shard in product(*map(range, layout.shards)):
-        expected = [r for r in ranks if layout.shard(r) == shard]
-        assert list(replicas(layout, holders, shard)) == expected
-        missing += [] if expected else [shard]
-    assert list(find_unheld_shards(layout, holders)) == missing
-
-
 def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
     layout, _ = LAYOUTS["permuted replicas"]  # positions 0 to 3 are the ranks 3, 1, 0, 2
     assert [tuple(replicas(layout, everything(4), shard)) for shard in ((0,), (1,))] == [(0, 3), (1, 2)]
@@ -152,34 +95,6 @@ def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
         layout.coordinate(4)
     with pytest.raises(FormatError, match="rank 4"):
         replicas(layout, everything(5), (0,))
-
-
-@pytest.mark.parametrize(
-    ("axes", "cuts", "order", "words"),
-    [
-        ([Axis("a", 0, 1)], [], None, "without size"),
-        ([Axis("a", 4, 1), Axis("b", 2, 2)], [], None, "overlap"),
-        ([Axis("a", 2, 1), Axis("b", 2, 3)], [], None, "overlap"),
-        ([Axis("a", 2, 1)], [DimShard(1, 0)], None, "along no axis"),
-        ([Axis("a", 2, 1)], [DimShard(0, -1)], None, "of no dim"),
-        ([Axis("a", 2, 1)], [DimShard(0, 0, 0)], None, "into no blocks"),
-        ([Axis("a", 2, 1), Axis("b", 2, 2)], [DimShard(0, 0, MAX_BLOCKS), DimShard(1, 0, 2)], None, "blocks"),
-        ([Axis("a", MAX_RANKS + 1, 1)], [], None, "ranks"),
-        ([Axis("a", 2, 1)], [], (1, 1), "two positions"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_no_layout_is_refused(axes: list[Axis], cuts: list[DimShard], order: Shape | None, words: str) -> None:
-    with pytest.raises(FormatError, match=words):
-        Layout(tuple(axes), tuple(cuts), order)
-
-
-def test_joined_ranges_have_the_ranks_of_all_and_are_the_fewest() -> None:
-    choose = random.Random(3)
-    for _ in range(200):
-        starts = [choose.randint(0, 20) for _ in range(choose.randint(0, 5))]
-        ranges = [(start, start + choose.randint(1, 6)) for start in starts]
-        assert join_holders(ranges) == as_holders(sorted({rank for a, b in ranges for rank in range(a, b)}))
 
 
 # ── the geometry of boxes ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,25 +112,6 @@ def boxes(shape: Shape) -> Iterator[Box]:
 
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-
-
-def elements(shape: Shape, box: Box) -> list[int]:
-    """The row-major indices of a box's elements, by numpy."""
-    return numpy.arange(prod(shape)).reshape(shape)[slices(box)].ravel().tolist()
-
-
-@pytest.mark.parametrize("shape", [s for s in BOX_SHAPES if len(s) < 3], ids=str)
-def test_the_intersection_holds_what_both_hold(shape: Shape) -> None:
-    for a, b in product(boxes(shape), repeat=2):
-        both = a.intersect(b)
-        assert elements(shape, both) if both else True
-        assert set(elements(shape, both) if both else ()) == set(elements(shape, a)) & set(elements(shape, b))
-
-
-@pytest.mark.parametrize(("start", "stop"), [((3,), (2,)), ((0, 0), (1,))])
-def test_a_box_that_ends_before_it_starts_is_refused(start: Shape, stop: Shape) -> None:
-    with pytest.raises(FormatError, match="not a box"):
-        Box(start, stop)
 
 
 def oracle(shape: Shape, found: list[Box]) -> str | None:

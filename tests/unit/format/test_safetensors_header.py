@@ -73,15 +73,7 @@ METADATA = '"__metadata__":{"save_id":"x"}'
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{" + METADATA + ',"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":[1],"data_offsets":[0,5]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}',
-        '{"a":' * 20_000,
-    ],
-    ids=lambda text: text[:60],
+    "text", ["", "{" + METADATA + ',"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', '{"a":' * 20_000], ids=len
 )
 def test_a_header_that_is_none_is_a_format_error_that_names_the_file(text: str) -> None:
     with pytest.raises(FormatError, match="file x"):

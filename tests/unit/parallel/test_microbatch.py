@@ -87,13 +87,7 @@ def test_microbatches_hold_each_sample_once_and_in_order(name: str, samples: int
     assert look(parts) == look(expected) and all(type(part) is type(batch) for part in parts)
 
 
-def test_a_batch_encoding_and_a_dataclass_with_a_derived_field_stay_what_they_are() -> None:
-    from transformers import BatchEncoding
-
-    batch = BatchEncoding({"input_ids": rows(4, 3), "attention_mask": rows(4, 3)})
-    parts, _ = split_batch(batch, 2)
-    assert [type(part) for part in parts] == [BatchEncoding] * 2
-    assert all(torch.equal(torch.cat([part[key] for part in parts]), value) for key, value in batch.items())
+def test_a_dataclass_with_a_derived_field_stays_what_it_is() -> None:
     derived = Derived(rows(4, 2))
     (first, _), _ = split_batch(derived, 2)
     assert torch.equal(first.x, derived.x[:2]) and torch.equal(first.scaled, derived.scaled[:2])
@@ -133,26 +127,16 @@ def test_parts_are_joined_along_the_dim_that_makes_the_known_shape(dim: int, siz
         assert list(joined.split(None)) == [None] * len(parts)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "whole"),
-    [
-        ([(), ()], ()),  # a mean over samples, say
-        ([(1, 3), (1, 3)], (1, 3)),
-        ([(4, 3), (4, 5)], (8, 5)),
-        ([(4, 3), (4, 3)], (8, 3, 1)),
-        ([(4, 3), (4, 3)], (7, 3)),
-    ],
-)
-def test_parts_that_make_no_whole_are_an_error_with_their_shapes(shapes: list[Any], whole: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("whole", [(8, 5), (8, 3, 1), (7, 3), (4, 3)])
+def test_parts_that_make_no_whole_are_an_error_with_their_shapes(whole: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedCodeError, match=r"tensor 1 of head cannot be joined.*Pipeline\(loss=") as caught:
-        join([torch.rand(shape) for shape in shapes], whole, "tensor 1 of head")
-    assert str(shapes) in str(caught.value) and str(whole) in str(caught.value)
+        join([torch.rand(4, 3), torch.rand(4, 3)], whole, "tensor 1 of head")
+    assert str([(4, 3), (4, 3)]) in str(caught.value) and str(whole) in str(caught.value)
 
 
 def test_a_part_for_a_trial_has_other_places_and_an_even_size_and_is_no_middle() -> None:
     for samples, count in itertools.product(range(2, 40), range(2, 9)):
         (whole, part), (most, start, stop) = slice_for_trial(torch.arange(samples), count)
         assert torch.equal(part, whole[start:stop]) and len(whole) == most == min(samples, max(6, samples // count))
-        assert 1 <= start < stop <= most
+        assert 1 <= start < stop <= most and start != most - stop
         assert (stop - start) % 2 == 0 or most == 2
-        assert start != most - stop

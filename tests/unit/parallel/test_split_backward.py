@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward, backward_input, backward_weight
-from tests.support.pool import run_ranks
 
 WIDTH = 8
 
@@ -160,28 +155,13 @@ def test_gradients_are_those_of_an_ordinary_backward(
 # ── what each part does ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts the operators that run under it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.__name__.partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_each_part_multiplies_half_of_the_matrices() -> None:
+def test_the_first_part_leaves_the_gradients_of_parameters_to_the_second() -> None:
     block, x = Block(), torch.randn(3, WIDTH, requires_grad=True)
     output = block(x)
-    with Operations() as first:
-        rest = backward_input([output], [torch.ones_like(output)], [x])
-    assert all(p.grad is None for p in block.parameters())
-    with Operations() as second:
-        backward_weight(rest)
-    assert first.counts["mm"] == second.counts["mm"] == 2
-    assert (first.counts["gelu_backward"], second.counts["gelu_backward"]) == (1, 0)
+    rest = backward_input([output], [torch.ones_like(output)], [x])
+    assert x.grad is not None and all(p.grad is None for p in block.parameters())
+    backward_weight(rest)
+    assert all(p.grad is not None for p in block.parameters())
 
 
 def test_checkpointed_regions_are_recomputed_once_in_each_part() -> None:
@@ -219,46 +199,3 @@ def test_hooks_change_gradients_once() -> None:
     assert all(same(grad, found[False][0][name], 0.0) for name, grad in found[True][0].items())
     assert found[False][1] == Counter(parameter=1, accumulated=1, activation=1)
     assert found[True][1] == Counter(parameter=1, accumulated=1, activation=2)
-
-
-# ── sharded modules ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def fully_sharded() -> list[str]:
-    """FSDP2 over two ranks and four microbatches; returns the parameters with wrong gradients.
-
-    Parameters stay unsharded during the step, and nothing is reduced before the last microbatch's backward, which is
-    an ordinary one after all second parts.
-    """
-    torch.manual_seed(0)
-    module: Any = nn.Sequential(Block(), Checkpointed(), nn.Linear(WIDTH, WIDTH)).double().eval()  # no dropout
-    twin, mesh = copy.deepcopy(module), init_device_mesh("cpu", (2,))
-    for part in (*module, module):
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
-    data = torch.randn(2, 4, 3, WIDTH, dtype=torch.float64)
-    (twin(data) / 2).sum().backward()
-
-    module.set_requires_gradient_sync(False)
-    module.set_is_last_backward(False)
-    module.set_reshard_after_backward(False)
-    rests: list[DeferredBackward] = []
-    for x in data[torch.distributed.get_rank()][:-1]:
-        leaf = x.clone().requires_grad_()
-        output = module(leaf)
-        rests.append(backward_input([output], [torch.ones_like(output)], [leaf]))
-    output = module(data[torch.distributed.get_rank()][-1].clone().requires_grad_())
-    for rest in rests:
-        backward_weight(rest)
-    module.set_requires_gradient_sync(True)
-    module.set_is_last_backward(True)
-    module.set_reshard_after_backward(True)
-    output.backward(torch.ones_like(output))
-
-    expected = dict(twin.named_parameters())
-    grads = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
-    assert grads.keys() == {name for name, p in expected.items() if p.grad is not None}
-    return [name for name, grad in grads.items() if not same(grad, expected[name].grad, 1e-12)]
-
-
-def test_fsdp2_reduces_what_the_second_parts_left_in_one_last_ordinary_backward() -> None:
-    assert run_ranks(2, fully_sharded) == [[], []]

@@ -88,14 +88,6 @@ def test_the_largest_list_of_layers_is_split(name: str) -> None:
     assert all(a < b for a, b in plan.ranges)
 
 
-def test_layers_can_be_named_across_modules_in_the_order_of_the_patterns() -> None:
-    root = Root(net=Net(), stem=Root(conv=linear()))
-    plan = plan_stages(root, 2, layers=["stem.conv", "net.layers", "net.norm", "net.head"])
-    assert plan.layers == ("stem.conv", *indexed("net.layers", 4), "net.norm", "net.head")
-    assert plan.others == {"net.embed": "first"}
-    assert plan_stages(root, 2, layers=["net.layers.3", "net.layers.*"]).layers[:2] == ("net.layers.3", "net.layers.0")
-
-
 # ── splits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,31 +136,19 @@ def test_a_module_of_two_names_is_placed_once_and_on_every_stage_if_they_are_on_
     assert plan.others == {"before": "every", **ends}
 
 
-@pytest.mark.parametrize(
-    ("modules", "moved"),
-    [
-        ({"net.head": "first"}, {"net.head": "first"}),
-        ({"net.*d": "last"}, {"net.embed": "last", "net.head": "last"}),
-        ({"**.embed": "every"}, {"net.embed": "every"}),
-        ({"after*": "first"}, {"after": "first"}),
-    ],
-)
-def test_patterns_place_modules(modules: dict[str, Any], moved: dict[str, str]) -> None:
+def test_patterns_place_modules() -> None:
     root = Root(net=Net(), after=Root(a=linear()))
-    assert plan_stages(root, 2, modules=modules).others == {**plan_stages(root, 2).others, **moved}
+    for modules, moved in (({"net.*d": "last"}, ["net.embed", "net.head"]), ({"after*": "first"}, ["after"])):
+        found = plan_stages(root, 2, modules=modules).others  # type: ignore[arg-type]
+        assert found == plan_stages(root, 2).others | dict.fromkeys(moved, *modules.values())
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "no such layer": ({"layers": ["net.layer.*"]}, r"Pipeline\(layers=…\): 1 patterns match no module of Root"),
-    "layers in layers": ({"layers": ["net.layers.*", "net"]}, r"net\.layers\.0 is a part of another layer"),
-    "a layer twice": ({"layers": ["net.layers.*", "net.layers.0"]}, r"net\.layers\.0' .*already"),
     "no such module": ({"modules": {"net.hed": "last"}}, r"match no module of Root\n  'net\.hed' \(nearest: net\.head"),
-    "no such place": ({"modules": {"net.head": "middle"}}, r"'net\.head' must be one of \('first', 'last', 'every'\)"),
     "a layer": ({"modules": {"net.layers.0": "last"}}, r"net\.layers\.0 cannot be placed.*\['net\.embed', 'net\.head'"),
     "too few layers": ({"stages": 5}, r"4 layers with parameters \(net\.layers\.0 … net\.layers\.3\).*into 5 pipeline"),
     "no such split": ({"split": "equal"}, r'must be "even", "cost" or a list of layer names, found \'equal\''),
-    "too few names": ({"stages": 3, "split": ["net.layers.1"]}, r"all 3 stages but the first: expected 2 of"),
-    "no layer": ({"split": ["net.head"]}, r"must name the first layer of all.*found \['net\.head'\]"),
     "out of order": ({"stages": 3, "split": ["net.layers.2", "net.layers.1"]}, r"not in the order of the layers"),
 }
 

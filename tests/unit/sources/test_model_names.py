@@ -6,7 +6,6 @@ Oracles: torch's stack, cat and chunk, and names written out by hand.
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,18 +34,14 @@ class Model(nn.Module):
 
     def __init__(self, *names: str) -> None:
         super().__init__()
-        add(self, *names)
-
-
-def add(root: nn.Module, *names: str) -> None:
-    for name in names:
-        *above, last = name.split(".")
-        module = root
-        for part in above:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(torch.zeros(1)))
+        for name in names:
+            *above, last = name.split(".")
+            module: nn.Module = self
+            for part in above:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(torch.zeros(1)))
 
 
 def root_of(**children: nn.Module) -> nn.Module:
@@ -97,8 +92,8 @@ def test_names_fit_by_what_they_have_in_common(
 
 
 def test_adapters_leave_the_names_of_what_they_wrap(tmp_path: Path) -> None:
-    inner = Model("transformer.q.base_layer.w", "transformer.q.lora_A.default.w", "transformer.norm.w")
-    add(inner, "head.original_module.w", "head.modules_to_save.default.w")
+    adapted = ["transformer.q.base_layer.w", "transformer.q.lora_A.default.w", "transformer.norm.w"]
+    inner = Model(*adapted, "head.original_module.w", "head.modules_to_save.default.w")
     module = root_of(m=root_of(base_model=root_of(model=inner)))
     found = compared(tmp_path, module, ["transformer.q.w", "transformer.norm.w", "head.w"])
     at = "m.base_model.model"
@@ -111,20 +106,13 @@ def test_adapters_leave_the_names_of_what_they_wrap(tmp_path: Path) -> None:
     assert found.report == ""
 
 
-def test_ties_are_filled_by_any_of_their_names(tmp_path: Path) -> None:
+def test_ties_are_filled_by_any_of_their_names_and_those_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
     found = compared(tmp_path, root_of(m=model), ["head.w", "old"])
     assert found.names == {"m.transformer.embed.w", "m.head.w"}
     assert found.report.endswith("not in the model: 1 tensor\n  old")
-
-
-def test_ties_that_are_stored_apart_are_told(tmp_path: Path) -> None:
-    model = Model("transformer.embed.w", "head.w")
-    model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
-    stored = ["head.w", "transformer.embed.w"]
-    assert compared(tmp_path, root_of(m=model), stored).report == ""
-    told = compared(tmp_path, root_of(m=model), stored, apart=True).report
+    told = compared(tmp_path, root_of(m=model), ["head.w", "transformer.embed.w"], apart=True).report
     assert "with several values, of which the first is used: 1 tie\n  m.transformer.embed.w, m.head.w" in told
 
 
@@ -135,11 +123,6 @@ def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -
     found = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
     assert filled(found) == {"teacher.w": "w", "teacher.v": "v"}
     assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
-
-
-def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match=r"no tensor .* Stored are, for example, \['x'\]; the model has \['m.w'\]"):
-        compared(tmp_path, root_of(m=Model("w")), ["x"])
 
 
 # ── tensors that are put together ─────────────────────────────────────────────────────────────────────────────────
@@ -211,20 +194,14 @@ def shout(name: str) -> str | None:
         pytest.param(None, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="nothing"),
         pytest.param({"a.w": "b.w", "b.w": "a.w"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="whole names, swapped"),
         pytest.param({"a": "c", "w": "v"}, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="part of a name is no name"),
-        pytest.param({"^a": "b", "^b": "a"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="expressions, swapped"),
-        pytest.param(
-            {r"^(.)\.": r"net.\1.", "w$": "weight"},
-            {"net.a.weight": "a.w", "net.b.weight": "b.w", "x": "x"},
-            id="several expressions in one name",
-        ),
+        pytest.param({r"^(.)\.": r"net.\1.", "w$": "v"}, {"net.a.v": "a.w", "net.b.v": "b.w", "x": "x"}, id="several"),
         pytest.param({"^a|^b": "c", "^b": "d", "^[a]": "e"}, None, id="two names that become one"),
         pytest.param({r"^.\.": "c.", "^b": "d", "b.w": "kept"}, {"c.w": "a.w", "kept": "b.w", "x": "x"}, id="first"),
         pytest.param({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}, id="a prefix"),
         pytest.param({"x": None, "^b": None}, {"a.w": "a.w"}, id="left out"),
         pytest.param(shout, {"m.a.w": "a.w", "m.b.w": "b.w"}, id="function"),
         pytest.param(["^a=b", "^b=a", "x=y"], {"b.w": "a.w", "a.w": "b.w", "y": "x"}, id="texts"),
-        pytest.param(["^b=null", "x=null"], {"a.w": "a.w"}, id="texts that leave out"),
-        pytest.param([r"^a\.=", "x=nulls"], {"w": "a.w", "b.w": "b.w", "nulls": "x"}, id="texts that strip a prefix"),
+        pytest.param([r"^a\.=", "^b=null", "x=nulls"], {"w": "a.w", "nulls": "x"}, id="texts that strip and leave out"),
     ],
 )
 def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
@@ -273,13 +250,6 @@ def make(seed: int, kind: str) -> peft.PeftModel:
     return peft.get_peft_model(Net(), peft.LoraConfig(r=2, init_lora_weights=False, **KINDS[kind]))
 
 
-def load_part(path: Path, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert ckpt.load(path, state, strict=False) == {}
-    assert len(caught) == 1 and "base_layer.weight  in model only" in str(caught[0].message)
-
-
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_loaded_as_peft_loads_it(kind: str, format: str, tmp_path: Path) -> None:
@@ -289,15 +259,12 @@ def test_an_adapter_is_loaded_as_peft_loads_it(kind: str, format: str, tmp_path:
     entries = torch.load(file) if format == "bin" else safetensors.torch.load_file(file)
     peft.set_peft_model_state_dict(expected, entries)
     for path in (tmp_path, file):
-        found = make(2, kind)
-        load_part(path, {"m": found})
-        assert tiny.differences(expected.state_dict(), found.state_dict()) == []
         inside = nn.Module()
         inside.model = make(2, kind)  # in a module of the user's
-        load_part(path, {"m": inside})
-        assert tiny.differences(expected.state_dict(), inside.model.state_dict()) == []
-        torch.save(expected.state_dict(), tmp_path / "whole.pt")
-        ckpt.load(tmp_path / "whole.pt", {"m": (whole := make(3, kind))})
-        assert tiny.differences(expected.state_dict(), whole.state_dict()) == []
+        for live in (make(2, kind), inside):
+            with pytest.warns(UserWarning, match=r"base_layer\.weight  in model only"):
+                assert ckpt.load(path, {"m": live}, strict=False) == {}
+            found = live.model if live is inside else live
+            assert tiny.differences(expected.state_dict(), found.state_dict()) == []
         with pytest.raises(MismatchError, match=r"a\.base_layer\.weight  in model only"):
             ckpt.load(path, {"m": make(2, kind)})

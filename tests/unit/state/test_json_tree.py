@@ -54,51 +54,21 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    2**53 + 1,
-    -(2**200),
-    -0.0,
-    math.inf,
-    math.nan,
-    "",
-    'text "quoted" \n \u2028 ✓',
-    "\udc80 from os.fsdecode",
-    [],
-    {},
-    {"a": {"b": [1]}, "": 2, "c/d": 3},
+    None, True, 0, 2**53 + 1, -(2**200), -0.0, math.inf, math.nan, "",
+    'text "quoted" \n \u2028 ✓', "\udc80 from os.fsdecode",
+    [], {}, {"a": {"b": [1]}, "": 2, "c/d": 3}, (1, (2,), [3]), {1, 2, 3}, frozenset({"a"}),
     {1: "int", "1": "str", (1, 2): "tuple", None: "none", True and 2.5: "float"},
     {"$": 1, "$tag": {"$": "int", "v": "7"}},
-    (1, (2,), [3]),
-    {1, 2, 3},
-    frozenset({"a"}),
-    collections.deque([1, 2], maxlen=2),
-    collections.OrderedDict([("b", 1), ("a", (2,))]),
-    collections.Counter("abca"),
+    collections.deque([1, 2], maxlen=2), collections.OrderedDict([("b", 1), ("a", (2,))]), collections.Counter("abca"),
     argparse.Namespace(lr=0.1, layers=(1, 2), inner=argparse.Namespace(x=None)),
-    complex(1.5, -0.0),
-    bytes(range(256)),
-    torch.bfloat16,
-    torch.device("cuda", 3),
-    pathlib.Path("/a/b c"),
-    datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC),
-    datetime.date(2024, 2, 29),
-    datetime.time(1, 2, 3, 4),
-    datetime.timedelta(-1, 5, 7),
-    range(1, 10, 3),
-    slice(None, 5),
-    numpy.float32(0.1),
-    numpy.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
-    numpy.zeros((0, 3)),
+    complex(1.5, -0.0), bytes(range(256)), torch.bfloat16, torch.device("cuda", 3), pathlib.Path("/a/b c"),
+    datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC), datetime.date(2024, 2, 29),
+    datetime.time(1, 2, 3, 4), datetime.timedelta(-1, 5, 7), range(1, 10, 3), slice(None, 5),
+    numpy.float32(0.1), numpy.arange(6, dtype=">i2").reshape(2, 3)[:, ::2], numpy.zeros((0, 3)),
     numpy.array([1 + 2j], dtype=numpy.complex64),
-    torch.arange(6).view(2, 3).T,
-    torch.zeros(0, 3),
-    torch.arange(INLINE_BYTES, dtype=torch.int32),
-    torch.tensor([1 + 2j]).conj(),
-    random.Random(0).getstate(),
-    {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
-    torch.Generator().manual_seed(0).get_state(),
+    torch.arange(6).view(2, 3).T, torch.zeros(0, 3), torch.arange(INLINE_BYTES, dtype=torch.int32),
+    torch.tensor([1 + 2j]).conj(), torch.Generator().manual_seed(0).get_state(),
+    random.Random(0).getstate(), {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
 ]
 
 
@@ -245,11 +215,8 @@ def test_what_has_no_plain_memory_or_contains_itself_is_named_by_its_path(bad: A
 
 
 def test_tensors_with_the_same_path_are_kept_apart() -> None:
-    big = INLINE_BYTES + 1
-    value = {
-        "a/b": torch.zeros(big),
-        "a": {"b": torch.ones(big), 1: torch.full((big,), 2.0), "1": torch.full((big,), 3.0)},
-    }
+    zero, one, two, three = (torch.full((INLINE_BYTES + 1,), float(i)) for i in range(4))
+    value = {"a/b": zero, "a": {"b": one, 1: two, "1": three}}
     assert same(trip(value), value)
 
 

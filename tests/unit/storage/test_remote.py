@@ -109,17 +109,6 @@ def test_what_a_killed_save_left_is_removed_by_the_next_one_and_nothing_else_is(
     assert [key for key in s3.listed() if not key.startswith("runs/a")] == others
 
 
-def test_what_lies_beside_and_below_a_checkpoint_stays(storage: StorageRouter, s3: Bucket) -> None:
-    draft(storage, s3.url("run"), ID, a=b"1").publish()
-    draft(storage, s3.url("run/epoch=1.ckpt"), THIRD_ID, a=b"1").publish()
-    s3.put("run/config.yaml")
-    others = {f"run/epoch=1.ckpt/{THIRD_ID[:16]}-a", f"run/epoch=1.ckpt/{ROOT_NAME}", "run/config.yaml"}
-    draft(storage, s3.url("run"), OTHER_ID, a=b"2").publish()
-    assert set(s3.listed()) == others | {f"run/{OTHER_ID[:16]}-a", f"run/{ROOT_NAME}"}
-    storage.remove(s3.url("run"))
-    assert set(s3.listed()) == others
-
-
 def test_a_copy_in_a_directory_is_a_checkpoint_and_so_is_one_that_was_uploaded(url: str, tmp_path: Path) -> None:
     save(url, 1.0)
     fs, down = fsspec.filesystem("memory"), str(tmp_path / "down.ckpt")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,14 +133,3 @@ def test_a_forked_process_saves_what_is_its_own_and_leaves_the_rest_to_its_paren
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("save_after", [save, save_async])
-def test_a_save_after_an_asynchronous_one_to_the_same_path_waits_for_it(
-    save_after: Callable[..., object], tmp_path: Path
-) -> None:
-    for step in range(5):
-        save_async(tmp_path / "a", {"m": model(), "step": -1}, overwrite=True)
-        save_after(tmp_path / "a", {"m": model(), "step": step}, overwrite=True)
-        wait()
-        assert step_at(tmp_path / "a") == step
