@@ -34,9 +34,7 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 # The same within the room that has rooms of its own.
-INNER_ROWS = {
-    "parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"optimizers"}],
-}
+INNER_ROWS = {"parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"optimizers"}]}
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
@@ -58,24 +56,16 @@ MOST_PRIVATE_NAMES = 91  # of torch and Lightning; to be lowered, not raised
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "base", "common", "manager", "engine", "handler"}
 
 
-def modules() -> dict[str, Path]:
-    """Return every module of the package by dotted name; a folder's `__init__` has the folder's name."""
-    return {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
-
-
-MODULES = modules()
-
-
-def nodes(path: Path) -> list[ast.AST]:
-    """Return every node of a file: to find them takes longer than to look at them. Those of the package are kept."""
-    return kept_nodes(path) if path.is_relative_to(PACKAGE) else [*ast.walk(ast.parse(path.read_text()))]
+# Every module of the package by dotted name; a folder's `__init__` has the folder's name.
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
 @cache
-def kept_nodes(path: Path) -> list[ast.AST]:
+def nodes(path: Path) -> list[ast.AST]:
+    """Return every node of a file: to find them takes longer than to look at them."""
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
@@ -87,18 +77,15 @@ def part(module: str) -> str:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Return what a file imports, in functions and under TYPE_CHECKING, too; a module of ours by its dotted name."""
-    return frozenset(_imports(path))
-
-
-def _imports(path: Path) -> Iterator[str]:
+    found = set[str]()
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else str(node.module)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return frozenset(found)
 
 
 def our_imports(module: str) -> set[str]:
@@ -231,20 +218,15 @@ def private_names_of_others(nodes: list[ast.AST], own: frozenset[str]) -> Iterat
             yield from (name for name in names if re.match("_[^_]", name) and name not in known)
 
 
-def test_private_names_of_torch_and_lightning_are_used_in_compat_alone() -> None:
-    own, found = our_names(), dict[str, list[str]]()
+def test_private_names_of_torch_and_lightning_are_used_in_compat_alone_and_do_not_become_more() -> None:
+    own, in_compat, elsewhere = our_names(), set[str](), list[str]()
     for module, path in MODULES.items():
-        if names := sorted(private_names_of_others(nodes(path), own)):
-            found.setdefault(part(module), []).extend(f"{module}: {name}" for name in names)
-    assert len(found.pop("compat")) > 30  # so that the search is seen to find
-    assert found == {}
-
-
-def test_private_names_do_not_become_more() -> None:
-    own = our_names()
-    in_compat = [path for name, path in MODULES.items() if part(name) == "compat"]
-    names = {name for path in in_compat for name in private_names_of_others(nodes(path), own)}
-    assert len({name.rpartition(".")[2] for name in names}) <= MOST_PRIVATE_NAMES
+        names = {*private_names_of_others(nodes(path), own)}
+        if part(module) == "compat":
+            in_compat |= {name.rpartition(".")[2] for name in names}
+        else:
+            elsewhere += [f"{module}: {name}" for name in sorted(names)]
+    assert elsewhere == [] and 30 < len(in_compat) <= MOST_PRIVATE_NAMES
 
 
 def private_names(nodes: list[ast.AST]) -> Iterator[str]:
@@ -266,7 +248,7 @@ def test_tests_use_no_private_name_of_the_package() -> None:
     assert [*private_names([*ast.walk(ast.parse(uses))])] == ["_b", "_c", "_d", "_e"]  # the search is seen to find
     ours, found = our_names() - NAMESAKES, list[str]()
     for path in sorted(PACKAGE.with_name("tests").rglob("*.py")):
-        here = nodes(path)
+        here = nodes.__wrapped__(path)  # not kept
         found += [f"{path.name}: {name}" for name in sorted({*private_names(here)} & ours - own_names(here))]
     assert found == []
 

@@ -20,11 +20,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
-from lightning_shardckpt.compat.lightning_attributes import (
-    fabric_original,
-    loader_of_fabric,
-    override_methods,
-)
+from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric, override_methods
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.boring import trainer
 from tests.support.pool import run_ranks

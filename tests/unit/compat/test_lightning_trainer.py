@@ -21,7 +21,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import CatMetric, PearsonCorrCoef, SumMetric
+from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -47,6 +47,30 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     assert "_prepare_dataloader" not in vars(trainer._data_connector)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
+
+
+class Averaged(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean", persistent=True)
+
+    def update(self, value: float) -> None:
+        self.value = torch.tensor(value)
+
+    def compute(self) -> torch.Tensor:
+        return self.value
+
+
+def test_states_of_metrics_that_are_loaded_are_reset_but_for_those_that_are_averaged() -> None:
+    metrics: Any = torch.nn.ModuleDict({"stored": SumMetric(), "left out": SumMetric(), "averaged": Averaged()})
+    for metric in metrics.values():
+        metric.persistent(True)
+        metric.update(3.0)
+    with compat.reset_loaded_metrics(metrics):
+        loaded = {"stored.sum_value": torch.tensor(4.0), "averaged.value": torch.tensor(4.0)}
+        metrics.load_state_dict(loaded, strict=False)
+    values = {name: metric.metric_state for name, metric in metrics.items()}
+    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 4}}
 
 
 def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no() -> None:

@@ -18,12 +18,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from lightning_shardckpt.compat import pytree
-from lightning_shardckpt.compat.torch_distributed import (
-    actions_of,
-    has_order,
-    torch_schedule,
-    watch_collectives,
-)
+from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule, watch_collectives
 
 
 def test_collectives_are_watched_with_their_group_inside_only(tmp_path: Path) -> None:

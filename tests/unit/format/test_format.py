@@ -265,9 +265,6 @@ def test_every_rule_has_a_test() -> None:
     assert {rule for rule, *_ in BROKEN} | apart == set(rules)
 
 
-# ── the other statements of the specification ─────────────────────────────────────────────────────────────────────
-
-
 def test_the_example_is_what_is_written() -> None:
     root, index = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SPECIFICATION, re.S))
     files = saved()

@@ -97,9 +97,6 @@ def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
         replicas(layout, everything(5), (0,))
 
 
-# ── the geometry of boxes ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 BOX_SHAPES: list[Shape] = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (2, 3, 2), (2, 1, 3), (2, 0, 3)]
 
 

@@ -70,9 +70,6 @@ def test_a_gap_is_named() -> None:
         check_cover("model", tensors)
 
 
-# ── balance ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 MODELS: dict[str, dict[str, Shape]] = {
     "transformer": {"embed": (50_257, 512), **{f"{i}.{n}": (512, n) for i in range(6) for n in (1, 512, 513, 2048)}},
     "many tiny": {f"t{i}": (i % 17 + 1,) for i in range(500)},
@@ -86,9 +83,6 @@ def test_replicas_share_the_writing_evenly(model: str) -> None:
         tensors = {key: TensorSpec("F32", shape, layout, ((0, world),)) for key, shape in MODELS[model].items()}
         sizes = [sum(p.nbytes for p in plan_save(tensors, rank)) for rank in range(world)]
         assert max(sizes) <= 1.2 * sum(sizes) / world
-
-
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def piece(key: str, nbytes: int, start: int = 0, dtype: str = "U8") -> Piece:
@@ -108,9 +102,6 @@ def test_files_keep_to_the_limit_and_hold_a_name_once() -> None:
         for found in files:
             assert len(found) == 1 or sum(p.nbytes for p in found) <= limit
             assert len({p.key for p in found}) == len(found)
-
-
-# ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def large(world: int, kind: str) -> dict[str, TensorSpec]:

@@ -49,9 +49,6 @@ def assert_alike(found: dict[str, Tensor], *expected: dict[str, Tensor]) -> None
     assert [name for name, ratio in spread.items() if not 0.7 < ratio < 1.4] == []
 
 
-# ── modules of others ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Attribute(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -78,8 +75,6 @@ def test_a_copy_of_a_module_is_refused_since_its_values_are_those_of_the_origina
     with pytest.raises(UnsupportedCodeError, match=r"2 of .*\n  1\.weight  parameter of Linear, which is a copy, or"):
         filled(lambda: nn.Sequential(layer := nn.Linear(2, 2), copy.deepcopy(layer)))
 
-
-# ── models of transformers ──────────────────────────────────────────────────────────────────────────────────────────
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}

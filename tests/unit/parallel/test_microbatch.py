@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.microbatch import (
-    count_samples,
-    join,
-    slice_for_trial,
-    split_batch,
-)
+from lightning_shardckpt.parallel.pipeline.microbatch import count_samples, join, slice_for_trial, split_batch
 
 
 class Pair(NamedTuple):
@@ -107,9 +102,6 @@ def test_what_cannot_be_split_is_an_error_that_says_where_it_is(more: Any, said:
     with pytest.raises(UnsupportedCodeError, match=f"(?s){said}"):
         count_samples(batch := {"x": rows(8), "more": [more]})
         split_batch(batch, 2)
-
-
-# ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 2, 2), (1, 1), (1,), (2, 0, 1)])

@@ -22,11 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import copy_without_weights
-from lightning_shardckpt.parallel.pipeline.placeholder import (
-    Placeholder,
-    first_placeholder,
-    in_stage_run,
-)
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder, first_placeholder, in_stage_run
 
 CPU = torch.device("cpu")
 ORIGIN = "net.layers.3.weight"
@@ -60,8 +56,6 @@ def looks(value: Any) -> Any:
     return [look(leaf) for leaf in tree_leaves(value)]
 
 
-# ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 X = (2, 3, 4)  # the shape of the first argument of all
 
 OPS: dict[str, Op] = {
@@ -93,9 +87,6 @@ def test_a_result_differs_from_that_on_real_tensors_in_its_value_only(name: str)
     expected_known = {"broadcast_tensors": 1, "meshgrid": 0}.get(name, 0)
     assert sum(not isinstance(leaf, Placeholder) for leaf in leaves) <= expected_known
     assert all(leaf.origin == ORIGIN for leaf in leaves if isinstance(leaf, Placeholder))
-
-
-# ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 VALUES: dict[str, Op] = {
@@ -150,9 +141,6 @@ def test_no_way_around_torch_functions_gives_a_number_that_looks_right(name: str
     assert isinstance(made, Placeholder) or bool(made.isnan().all())
 
 
-# ── writing into real tensors ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def _set_slice(x: Tensor, u: Tensor) -> None:
     x[:, 1:] = u[:, 1:]
 
@@ -193,9 +181,6 @@ def test_writing_into_a_parameter_or_an_alias_is_an_error_and_changes_nothing(na
             with pytest.raises(UnsupportedCodeError, match=rf"writes {ORIGIN}.*torch\.cat or torch\.where"):
                 WRITES[name](ALIASES[alias](x), unknown(*X))
         assert torch.equal(x, torch.zeros(X)) and not isinstance(x, Placeholder)
-
-
-# ── becoming real ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_became_real_is_the_same_object_and_an_ordinary_tensor() -> None:
@@ -251,9 +236,6 @@ def test_what_was_done_in_place_before_does_not_stand_in_the_way() -> None:
         entry: Any = one.become(torch.ones(2, 3), requires_grad=True)
         torch.autograd.backward(one * 2, torch.ones(2, 3))
         assert torch.equal(entry.grad, torch.full((2, 3), 2.0))
-
-
-# ── weightless copies ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Shared(nn.Module):

@@ -152,9 +152,6 @@ def test_gradients_are_those_of_an_ordinary_backward(
     assert any(grad is not None for grad in parameters.values())
 
 
-# ── what each part does ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_first_part_leaves_the_gradients_of_parameters_to_the_second() -> None:
     block, x = Block(), torch.randn(3, WIDTH, requires_grad=True)
     output = block(x)

@@ -61,8 +61,6 @@ def named() -> nn.Module:
     return nn.ModuleDict(OrderedDict((name, linear()) for name in ("b", "a", "c")))
 
 
-# ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 TRUNKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a Sequential with activations": (lambda: Root(net=alternating()), indexed("net", 6)),
     "a dict, in its order": (lambda: Root(net=Root(parts=named())), ("net.parts.b", "net.parts.a", "net.parts.c")),
@@ -86,9 +84,6 @@ def test_the_largest_list_of_layers_is_split(name: str) -> None:
     assert plan.layers == layers
     assert [i for a, b in plan.ranges for i in range(a, b)] == list(range(len(layers)))
     assert all(a < b for a, b in plan.ranges)
-
-
-# ── splits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def every_split(count: int, stages: int) -> Iterator[list[int]]:
@@ -121,9 +116,6 @@ def test_a_split_by_cost_weighs_parameters_and_the_modules_at_the_ends(stages: i
     starts = [a for a, _ in plan.ranges]
     assert starts in list(every_split(len(costs), stages))
     assert largest(starts) == min(map(largest, every_split(len(costs), stages)))
-
-
-# ── modules outside of the layers ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_module_of_two_names_is_placed_once_and_on_every_stage_if_they_are_on_both_sides() -> None:

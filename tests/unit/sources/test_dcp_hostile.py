@@ -55,8 +55,6 @@ def rewrite(path: Path, change: Callable[[Metadata], Any]) -> None:
     file.write_bytes(pickle.dumps(change(metadata) or metadata))
 
 
-# ── pickles ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 class Bad:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/executed",)
@@ -93,8 +91,6 @@ def test_a_hostile_pickle_is_refused_at_once_and_in_little_memory(name: str, cop
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
-# ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 BASE = torch.arange(48.0)
 TENSORS = {
     "plain": BASE.view(6, 8),
@@ -128,9 +124,6 @@ def test_a_tensor_of_any_strides_is_read(odd: Path, tmp_path: Path) -> None:
         assert torch.equal(checkpoint["channels last"][0, :, 1], expected["channels last"][0, :, 1])
     consolidate(odd, tmp_path / "whole.pt")
     assert tiny.differences(expected, torch.load(tmp_path / "whole.pt")["state_dict"]) == []
-
-
-# ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 WEIGHT = MetadataIndex("model.a.weight", [0, 0])

@@ -21,12 +21,7 @@ from torch import Tensor
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    FormatError,
-    ShardCkptError,
-)
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
@@ -207,9 +202,6 @@ def test_a_hostile_index_is_one_clear_error(weight_map: Any, words: str, tmp_pat
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ShardCkptError, match=words):
         opened(tmp_path)
-
-
-# ── what no door can read is named ────────────────────────────────────────────────────────────────────────────────────
 
 
 DEEPSPEED = r"holds files of DeepSpeed without .*give the path of the folder with \*_model_states\.pt"

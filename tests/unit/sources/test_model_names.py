@@ -67,9 +67,6 @@ def filled(weights: PretrainedWeights) -> dict[str, str]:
     return {name: table[aliases.get(name, name)].key for name in weights.names}
 
 
-# ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 BASE = ["transformer.h.0.w", "transformer.h.1.w"]
 
 
@@ -91,21 +88,6 @@ def test_names_fit_by_what_they_have_in_common(
     assert filled(compared(tmp_path, module, stored)) == found
 
 
-def test_adapters_leave_the_names_of_what_they_wrap(tmp_path: Path) -> None:
-    adapted = ["transformer.q.base_layer.w", "transformer.q.lora_A.default.w", "transformer.norm.w"]
-    inner = Model(*adapted, "head.original_module.w", "head.modules_to_save.default.w")
-    module = root_of(m=root_of(base_model=root_of(model=inner)))
-    found = compared(tmp_path, module, ["transformer.q.w", "transformer.norm.w", "head.w"])
-    at = "m.base_model.model"
-    assert filled(found) == {
-        f"{at}.transformer.q.base_layer.w": "transformer.q.w",
-        f"{at}.transformer.norm.w": "transformer.norm.w",
-        f"{at}.head.original_module.w": "head.w",
-        f"{at}.head.modules_to_save.default.w": "head.w",
-    }
-    assert found.report == ""
-
-
 def test_ties_are_filled_by_any_of_their_names_and_those_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
@@ -123,9 +105,6 @@ def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -
     found = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
     assert filled(found) == {"teacher.w": "w", "teacher.v": "v"}
     assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
-
-
-# ── tensors that are put together ─────────────────────────────────────────────────────────────────────────────────
 
 
 class FusedConfig(transformers.PretrainedConfig):

@@ -220,9 +220,6 @@ def test_tensors_with_the_same_path_are_kept_apart() -> None:
     assert same(trip(value), value)
 
 
-# ── what a hostile file may hold ──────────────────────────────────────────────────────────────────────────────────
-
-
 def b64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 

@@ -141,9 +141,7 @@ def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
 # ── an order is dealt to ranks step by step, whatever their number ────────────────────────────────────────────────────
 
 
-CASES = [
-    GlobalBatches(*case) for case in itertools.product((1, 2, 3, 5), (1, 2, 3, 4), (False, True), (False, True))
-]
+CASES = [GlobalBatches(*case) for case in itertools.product((1, 2, 3, 5), (1, 2, 3, 4), (False, True), (False, True))]
 
 
 @pytest.mark.parametrize("division", CASES, ids=str)

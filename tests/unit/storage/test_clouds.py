@@ -21,8 +21,6 @@ from lightning_shardckpt.storage.object_store import ObjectStore, find_aws
 from lightning_shardckpt.storage.router import StorageRouter
 from tests.support.stores import IMPATIENT, Bucket, Proxy
 
-# ── credentials ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 PROCESS = """
 import json, pathlib, sys
 log = pathlib.Path(sys.argv[1])
@@ -81,9 +79,6 @@ def test_credentials_are_renewed(aws: Path) -> None:
 def test_without_credentials_an_error_says_so(aws: Path) -> None:
     with pytest.raises(PermissionError, match=r"no credentials for 's3://bucket/a\.ckpt': set AWS_PROFILE"):
         lightning_shardckpt.metadata("s3://bucket/a.ckpt")
-
-
-# ── other clouds ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -164,9 +159,6 @@ def test_gcs_and_azure_compare_as_they_write(url: str, monkeypatch: pytest.Monke
         with pytest.raises(FileExistsError):
             store.put("a", b"third", tag)
         assert store.read_json("a") == b"second" and store.read("a", 1, 4) == b"eco"
-
-
-# ── forks and the web ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_forked_process_is_told_and_does_not_hang(s3: Bucket) -> None:

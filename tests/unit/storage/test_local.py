@@ -25,19 +25,7 @@ from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.temporaries import output_directory, output_file, temporary_name, this_machine
 from lightning_shardckpt.tools.verify import verify
 from tests.support.faults import killed, without_flags
-from tests.support.published import (
-    ID,
-    LOCAL,
-    OTHER_ID,
-    SHARD,
-    THIRD_ID,
-    beside,
-    content,
-    own_mounts,
-    put,
-    root_of,
-    run,
-)
+from tests.support.published import ID, LOCAL, OTHER_ID, SHARD, THIRD_ID, beside, content, own_mounts, put, root_of, run
 
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534
@@ -84,9 +72,6 @@ def made_old(folder: str) -> None:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.utime(os.path.join(parent, name), (long_ago, long_ago), follow_symlinks=False)
-
-
-# ── mode, owner, group, mounts ────────────────────────────────────────────────────────────────────────────────────────
 
 
 # A group that this process may give a file, other than its own.
@@ -232,9 +217,6 @@ def test_a_link_is_replaced_and_removed_and_what_it_names_is_read_and_stays(tmp_
         LOCAL.remove(path)
 
 
-# ── two jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_save_to_the_same_path_at_the_same_time_is_refused_and_changes_nothing(path: str) -> None:
     put(LOCAL, path, a=b"old")
     first = begun(path, a=b"new")
@@ -297,9 +279,6 @@ def test_a_directory_that_another_save_began_to_fill_is_not_replaced(tmp_path: P
     draft.discard()
     finish(other, THIRD_ID)
     assert content(LOCAL, path) == {} and beside(path) == []
-
-
-# ── leftovers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def written(output: str, data: bytes = b"data", dies: bool = False) -> list[str]:

@@ -66,10 +66,7 @@ def anything(asked: Asked) -> bool:
     return True
 
 
-PASSING: dict[str, Harm] = {
-    "throttled": first_times(503, 2, anything),
-    "answer lost": first_times("lose", 1, anything),
-}
+PASSING: dict[str, Harm] = {"throttled": first_times(503, 2, anything), "answer lost": first_times("lose", 1, anything)}
 
 
 @pytest.mark.parametrize("kind", PASSING)

@@ -103,12 +103,9 @@ def test_evaluations_are_added_after_a_line_that_was_cut_and_by_several_processe
 
 def test_a_run_has_ended_until_it_goes_on(run_dir: str) -> None:
     folder = folder_of(run_dir)
-    assert not folder.has_ended()
-    folder.set_ended(False)
-    folder.set_ended(True)
-    assert folder.has_ended() and not folder.is_followed()
-    folder.set_ended(False)
-    assert not folder.has_ended()
+    for ended in (False, True, False):
+        folder.set_ended(ended)
+        assert folder.has_ended() is ended and not folder.is_followed()
 
 
 def test_a_follower_of_this_machine_is_alive_as_long_as_its_process() -> None:

@@ -129,9 +129,6 @@ def test_one_other_bit_gives_another_one(key: str, at: int, tmp_path: Path, monk
     assert component != expected()[1]
 
 
-# ── what FORMAT.md defines ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def defined() -> dict[str, Any]:
     """The functions in FORMAT.md."""
     specification = (Path(__file__).parents[3] / "lightning_shardckpt" / "FORMAT.md").read_text()

@@ -12,12 +12,7 @@ import numpy
 import pytest
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError, StateError
-from lightning_shardckpt.format.index import (
-    ROOT_NAME,
-    TensorSpec,
-    rank_index_from_json,
-    root_from_json,
-)
+from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec, rank_index_from_json, root_from_json
 from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
@@ -76,9 +71,6 @@ def spec(shape: tuple[int, ...], layout: Layout, world: int, dtype: str = "F32")
     return TensorSpec(dtype, shape, layout, ((0, world),))
 
 
-# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_files_hold_what_their_header_and_the_index_say() -> None:
     tensors = {"a": spec((6, 4), FSDP[2], 2), "b": spec((3,), REPLICATED, 2, "U8"), "c": spec((), REPLICATED, 2, "F64")}
     storage = saved(tensors, 2)
@@ -108,9 +100,6 @@ def test_memory_that_is_not_what_was_planned_is_not_written() -> None:
     with pytest.raises(StateError, match=r"'a' has 92 bytes for .*, expected 96"):
         files = plan_files("model", 0, plan_save(tensors, 0), 1)
         write_component(storage.draft(PATH, SAVE_ID), "model", 0, SAVE_ID, files, lambda p: memoryview(bytes(92)))
-
-
-# ── reading no more than needed ───────────────────────────────────────────────────────────────────────────────────
 
 
 RESHARDS = [(4, 2), (4, 3), (3, 4), (4, 1), (1, 5)]
@@ -206,18 +195,11 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds
     assert noticed or how == "unverified"
 
 
-# ── no changed byte loads ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
     return content[:at] + bytes([content[at] ^ (1 << bit)]) + content[at + 1 :]
 
 
-SMALL = {
-    "w": spec((3, 2), FSDP[2], 2),
-    "b": spec((5,), REPLICATED, 2, "BF16"),
-    "flag": spec((), REPLICATED, 2, "BOOL"),
-}
+SMALL = {"w": spec((3, 2), FSDP[2], 2), "b": spec((5,), REPLICATED, 2, "BF16"), "flag": spec((), REPLICATED, 2, "BOOL")}
 
 
 def load_all(storage: MemoryStorage, target: dict[str, numpy.ndarray]) -> None:
