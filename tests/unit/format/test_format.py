@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout
 from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
@@ -285,59 +284,15 @@ def test_the_bytes_of_version_1_0_never_change() -> None:
     }
 
 
-def written_by_the_text(tensors: dict[str, TensorSpec]) -> set[tuple[str, Box, int]]:
-    """The section Writers, word by word, with no thought of cost: name, box and writer of all that is stored."""
-    found: set[tuple[str, Box, int]] = set()
-    dealt: dict[Any, list[int]] = {}
-
-    def nominal(key: str) -> int:
-        shards = prod(tensors[key].layout.axes[c.axis].size for c in tensors[key].layout.cuts)
-        return prod(tensors[key].shape) * DTYPE_BYTES[tensors[key].dtype] // shards
-
-    for key in sorted(tensors, key=lambda k: (-nominal(k), k)):
-        spec = tensors[key]
-        holders = [rank for a, b in spec.holders for rank in range(a, b)]
-        if prod(spec.shape) == 0:
-            found.add((key, Box.whole(spec.shape), holders[0]))
-            continue
-        groups: dict[Any, list[int]] = {}
-        for rank in holders:
-            groups.setdefault(spec.layout.shard(rank), []).append(rank)
-        count = len(groups[spec.layout.shard(holders[0])])
-        lengths = list(spec.shape)
-        for c in spec.layout.cuts:
-            lengths[c.dim] = ceil(ceil(lengths[c.dim] / c.blocks) / spec.layout.axes[c.axis].size)
-        dims = [d for d, n in enumerate(lengths) if n and ceil(n / count) * count * 8 <= n * 9]
-        alone = spec.pinned or count == 1
-        shared = not alone and nominal(key) >= count * 16384 and bool(dims)
-        replica = 0
-        if not alone and not shared:
-            loads = dealt.setdefault((spec.layout, spec.holders), [0] * count)
-            replica = loads.index(min(loads))
-            loads[replica] += nominal(key)
-        for ranks in groups.values():
-            for part in parts_of_rank(spec.layout, spec.shape, ranks[0]):
-                if not shared:
-                    found.add((key, part.box, ranks[replica % len(ranks)]))
-                    continue
-                start, stop = part.box.start[dims[0]], part.box.stop[dims[0]]
-                for i, rank in enumerate(ranks):
-                    low, high = (floor((stop - start) * j / len(ranks)) + start for j in (i, i + 1))
-                    corner, end = list(part.box.start), list(part.box.stop)
-                    corner[dims[0]], end[dims[0]] = low, high
-                    if low < high:
-                        found.add((key, Box(tuple(corner), tuple(end)), rank))
-    return found
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_rule_for_writers_is_the_one_of_the_text(topology: str) -> None:
-    (_, _, world), tensors = TOPOLOGIES[topology], table(topology)
-    layout = tensors["embed"].layout
-    more = {f"more{i}": TensorSpec("F32", (7 * i, 33 + i), layout, ((0, world),)) for i in range(40)}
-    for found in (tensors, more, {**tensors, **more}):
-        planned = {(p.key, p.part.box, p.writer) for rank in range(world) for p in plan_save(found, rank)}
-        assert planned == written_by_the_text(found)
+def test_the_writers_of_version_1_0_never_change() -> None:
+    """A reader computes who wrote what: with another rule, it would not find the boxes of older checkpoints."""
+    found = []
+    for name, (_, _, world) in sorted(TOPOLOGIES.items()):
+        layout = table(name)["embed"].layout
+        more = {f"more{i}": TensorSpec("F32", (7 * i, 33 + i), layout, ((0, world),)) for i in range(40)}
+        planned = [piece for rank in range(world) for piece in plan_save({**table(name), **more}, rank)]
+        found += sorted((name, p.key, p.part.box.start, p.part.box.stop, p.writer) for p in planned)
+    assert (len(found), checksum(json.dumps(found).encode())) == (2017, "26aa780dd8aabeea")
 
 
 def test_the_tables_name_every_dtype_and_every_tag() -> None:

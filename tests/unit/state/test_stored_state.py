@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_shardckpt import save
 from lightning_shardckpt.checkpoint.save_agreement import specs_of
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.data_position import GlobalBatches
 from lightning_shardckpt.state.documents import StoredOptimizer, parse_document
@@ -171,3 +172,18 @@ def test_every_sample_comes_once_in_order(division: GlobalBatches) -> None:
         used = [division.used(count, number) for number in range(len(steps) + 1)]
         sizes = [len({*itertools.chain(*parts)}) for parts in steps]
         assert used == [0, *itertools.accumulate(sizes)]
+
+
+@pytest.mark.parametrize("name", ["ema#", "$"])  # the format gives a meaning to these
+def test_state_that_a_load_would_refuse_is_not_committed(name: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    save(tmp_path / "a", state)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    optimizer.state[model.bias][name] = 1.0
+    with pytest.raises(StateError, match="a load would refuse it: the optimizer state of rank 0"):
+        save(tmp_path / "a", state, overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -22,6 +23,7 @@ from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
 from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.temporaries import output_directory, output_file, temporary_name, this_machine
 from lightning_shardckpt.tools.verify import verify
 from tests.support.faults import killed, without_flags
@@ -279,6 +281,19 @@ def test_a_directory_that_another_save_began_to_fill_is_not_replaced(tmp_path: P
     draft.discard()
     finish(other, THIRD_ID)
     assert content(LOCAL, path) == {} and beside(path) == []
+
+
+def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
+    put(LOCAL, path, **{f"f{i}": bytes([i]) for i in range(200)})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader = LOCAL.open(path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, before[1]))
+    try:
+        for i in [*range(200)] * 2:
+            assert read_all(reader, f"f{i}") == bytes([i])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        reader.close()
 
 
 def written(output: str, data: bytes = b"data", dies: bool = False) -> list[str]:
