@@ -202,7 +202,6 @@ _recomputed = partial(checkpoint, use_reentrant=False)
 
 USES: dict[str, Op] = {
     "views": lambda x: x[:, :2].exp().sum() + x.t()[1],
-    "in place": lambda x: x.mul_(2).add_(1).sin(),
     "written": _write,
     "checkpoints": lambda x: _recomputed(torch.sin, checkpoint(torch.exp, x, use_reentrant=True)) + x,
 }
@@ -248,14 +247,12 @@ class Shared(nn.Module):
         self.again = self.embed
         self.register_buffer("scale", torch.tensor(2.0))
         self.register_buffer("cache", torch.ones(4), persistent=False)
-        self.register_buffer("nothing", None)
 
     def get_extra_state(self) -> Any:
         return {"calls": 1}
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        x = self.embed(tokens) * self.scale + self.cache
-        return {"logits": self.out(x), "again": self.again(tokens)}
+        return {"logits": self.out(self.embed(tokens) * self.scale + self.cache), "again": self.again(tokens)}
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
@@ -264,9 +261,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
-def versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: (id(tensor), tensor._version) for name, tensor in tensors}
+def versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in (*module.parameters(), *module.buffers())]
 
 
 @pytest.mark.parametrize("name", MODULES)

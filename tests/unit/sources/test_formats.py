@@ -60,15 +60,12 @@ def opened(path: Path) -> Source:
     return open_source(str(path), StorageRouter())[0]
 
 
-def in_two(folder: Path, ending: str, save: Callable[[Any, Path], None]) -> None:
-    names = list(TENSORS)
-    stem = "model" if ending == "safetensors" else "pytorch_model"
-    files = [f"{stem}-00001-of-00002.{ending}", f"{stem}-00002-of-00002.{ending}"]
-    for file, part in zip(files, (names[:2], names[2:]), strict=True):
-        save({k: TENSORS[k] for k in part}, folder / file)
-    weight_map = {k: files[i > 1] for i, k in enumerate(names)}
-    index = INDEX if ending == "safetensors" else "pytorch_model.bin.index.json"
-    (folder / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+def in_two(folder: Path, name: str, save: Callable[[Any, Path], None]) -> None:
+    stem, _, ending = name.partition(".")
+    weight_map = {key: f"{stem}-0000{1 + (i > 1)}-of-00002.{ending}" for i, key in enumerate(TENSORS)}
+    for file in set(weight_map.values()):
+        save({key: TENSORS[key] for key in TENSORS if weight_map[key] == file}, folder / file)
+    (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
 
 
 def one_file(folder: Path, name: str, save: Callable[[Any, Path], None], content: Any = TENSORS) -> Path:
@@ -83,9 +80,9 @@ def safe(content: Any, path: Path) -> None:
 LIGHTNING = {"state_dict": TENSORS, "epoch": 3, "pytorch-lightning_version": "2.6.6"}
 MADE: dict[str, Callable[[Path], Any]] = {
     "a directory with one file": lambda p: one_file(p, "model.safetensors", safe),
-    "a directory with an index": lambda p: in_two(p, "safetensors", safe),
+    "a directory with an index": lambda p: in_two(p, "model.safetensors", safe),
     "the same by another name": lambda p: one_file(p, "weights", safe),
-    "an old directory with an index": lambda p: in_two(p, "bin", torch.save),
+    "an old directory with an index": lambda p: in_two(p, "pytorch_model.bin", torch.save),
     "a state dict": lambda p: one_file(p, "w.pt", torch.save),
     "a state dict called model": lambda p: one_file(p, "w.pth", torch.save, {"model": TENSORS, "optimizer": {}}),
     "a checkpoint of Lightning": lambda p: one_file(p, "x.ckpt", torch.save, LIGHTNING),
@@ -108,7 +105,7 @@ def test_a_cache_of_links_is_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
-    in_two(blobs, "safetensors", safe)
+    in_two(blobs, "model.safetensors", safe)
     for number, name in enumerate(sorted(os.listdir(blobs))):
         (blobs / name).rename(blobs / str(number))
         (snapshot / name).symlink_to(Path("../../blobs") / str(number))
@@ -128,7 +125,7 @@ def test_names_of_compiled_modules_are_those_of_the_modules(tmp_path: Path) -> N
 
 
 def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_path: Path) -> None:
-    in_two(tmp_path, "safetensors", safe)
+    in_two(tmp_path, "model.safetensors", safe)
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     assert equal(read(opened(tmp_path)), TENSORS)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

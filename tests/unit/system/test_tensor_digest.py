@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -71,18 +70,3 @@ def test_a_tensor_in_any_memory_is_marked_by_its_values(memory_of: Callable[[], 
     assert digest_values([bit_digest(x), bit_digest(x[:3])]) == digest_values([bit_digest(copy), bit_digest(copy[:3])])
     assert not torch.equal(bit_digest(x), bit_digest(x + 1))
     assert fingerprint([x]) == fingerprint([x.clone()]) != fingerprint([x + 1])
-
-
-def kinds_of(x: torch.Tensor) -> list[torch.Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that some of this may change
-        nested = [torch.nested.nested_tensor([x[0], x[1, :2]], layout=kind) for kind in (torch.strided, torch.jagged)]
-        return [x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc(), *nested]
-
-
-@pytest.mark.parametrize("kind", range(5))
-def test_sparse_and_nested_tensors_are_compared_by_what_they_hold(kind: int) -> None:
-    x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])
-    same, other, elsewhere = (kinds_of(y)[kind] for y in (x.clone(), x * 2, x.flip(1)))
-    assert fingerprint([kinds_of(x)[kind]]) == fingerprint([same])
-    assert len({fingerprint([y]) for y in (same, other, elsewhere)}) == 3
