@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_shardckpt import load
 from lightning_shardckpt import open as open_checkpoint
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from tests.support import other_programs
 from tests.support.whole_state import differing
 
@@ -39,21 +39,6 @@ def test_weights_are_read_with_any_prefix_of_file_names(tmp_path: Path, safe: bo
     assert not differing(dict(live.state_dict()), dict(saved.state_dict()))
     with open_checkpoint(tmp_path / "a") as checkpoint:
         assert torch.equal(checkpoint["embed.weight"][2:4], saved.embed.weight[2:4])
-
-
-@pytest.mark.parametrize("safe", [False, True])
-def test_of_several_prefixes_the_index_file_tells_which_is_meant(tmp_path: Path, safe: bool) -> None:
-    nets = {name: Net(seed) for seed, name in enumerate(("ema", "last"), 1)}
-    for name, net in nets.items():
-        other_programs.write_booster(tmp_path, net.state_dict(), limit=SMALL, prefix=name, safe=safe)
-    base = "model.safetensors" if safe else "pytorch_model.bin"
-    with pytest.raises(FormatError, match=rf"{base}\.index\.ema\.json and {base}\.index\.last\.json\. Give the path"):
-        load(tmp_path)
-    for name, net in nets.items():
-        found = load(tmp_path / f"{base}.index.{name}.json")
-        assert not differing(found["state_dict"], dict(net.state_dict()))
-    other_programs.write_booster(tmp_path, nets["ema"].state_dict(), safe=safe)  # as Hugging Face: no prefix
-    assert not differing(load(tmp_path)["state_dict"], dict(nets["ema"].state_dict()))
 
 
 def test_a_sharded_optimizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
