@@ -1,4 +1,4 @@
-"""Run a test's ranks on two hosts that one machine simulates.
+"""Run a test's ranks on two hosts that one machine simulates, and show one of them late what the other one does.
 
 Where the kernel lets this user, each host is a set of namespaces of its own: network, joined to the other one's by a
 veth pair, host name and mounts. No rights are needed but those of making a user namespace. Elsewhere both hosts are on
@@ -7,10 +7,13 @@ loopback, and their processes are only told different host names; what needs a c
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import errno
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -138,3 +141,55 @@ def _on_its_host(hosts: Hosts, each: int, port: int, fn: Callable[..., Any], arg
 def this_host() -> int:
     """On which host the calling rank is."""
     return int(os.environ["NODE_RANK"])
+
+
+class Lag:
+    """Below ``root``, names that others make are seen ``late_s`` afterwards, as on network file systems; a context."""
+
+    def __init__(self, root: str, late_s: float) -> None:
+        self._root, self._late_s, self._known = os.path.abspath(root), late_s, set[str]()
+        names = [(os, name) for name in ("stat", "lstat", "open", "listdir")] + [(builtins, "open")]
+        self._originals: list[tuple[Any, str, Any]] = [(module, name, getattr(module, name)) for module, name in names]
+        self.missed: set[str] = set()
+        """Base names that were asked for, or left out of a list, when they were there."""
+
+    def __enter__(self) -> Lag:
+        self._lstat = os.lstat
+        for module, name, original in self._originals:
+            setattr(module, name, self._around(name, original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, original in self._originals:
+            setattr(module, name, original)
+
+    def _is_visible(self, path: str) -> bool:
+        if not path.startswith(self._root + "/") or path in self._known:
+            return True
+        if not self._is_visible(os.path.dirname(path)):
+            return False
+        try:
+            if time.time() < self._lstat(path).st_ctime + self._late_s:
+                self.missed.add(os.path.basename(path))
+                return False
+            self._known.add(path)
+        except OSError:
+            pass  # the call itself says so
+        return True
+
+    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, int) and name != "listdir":
+                return original(path, *args, **kwargs)
+            folder = path if isinstance(path, int) else kwargs.get("dir_fd")
+            base = os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}")
+            at = base if isinstance(path, int) else os.path.normpath(os.path.join(base, os.fsdecode(path)))
+            making = bool(args) and isinstance(args[0], int) and bool(args[0] & os.O_CREAT)
+            if not self._is_visible(os.path.dirname(at) if making else at):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            found = original(path, *args, **kwargs)
+            if making:
+                self._known.add(at)
+            return [one for one in found if self._is_visible(f"{at}/{one}")] if name == "listdir" else found
+
+        return call

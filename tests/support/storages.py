@@ -1,15 +1,13 @@
-"""Storages in memory and behind a gate, and a file system that shows late what other processes make."""
+"""Storages in memory and behind a gate."""
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning_shardckpt import ShardCkptIO
@@ -211,116 +209,3 @@ def gated_io(**options: Any) -> ShardCkptIO:
     io = ShardCkptIO(use_async=True, **options)
     io.storage = Gated()
     return io
-
-# ── caches of network file systems ──────────────────────────────────────────────────────────────────────────────────
-
-_LOOKING = ("stat", "lstat", "unlink", "rmdir", "open")
-_LISTING = ("listdir", "scandir")
-_MOVING, _MAKING = ("rename", "replace"), ("mkdir",)
-
-
-class Lag:  # below ``root``, names of others become visible ``late_s`` after their making. Use it as a context
-    def __init__(self, root: str, late_s: float) -> None:
-        self._root, self._late_s = os.path.abspath(root), late_s
-        self._known: set[str] = set()
-        self._originals: dict[str, Any] = {}
-        self.missed: set[str] = set()
-        """Base names that were asked for, or left out of a list, when they were there."""
-
-    def __enter__(self) -> Lag:
-        wrappers = {_LOOKING: self._looking, _LISTING: self._listing, _MOVING: self._moving, _MAKING: self._making}
-        for names, wrap in wrappers.items():
-            for name in names:
-                self._originals[name] = getattr(os, name)
-                setattr(os, name, wrap(self._originals[name]))
-        self._originals["file"] = builtins.open
-        builtins.open = self._looking(builtins.open)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        builtins.open = self._originals.pop("file")
-        for name, original in self._originals.items():
-            setattr(os, name, original)
-
-    def knows(self, *paths: str) -> None:
-        self._known.update(paths)
-
-    def _below(self, path: Any, dir_fd: int | None = None) -> str | None:
-        if isinstance(path, int):
-            return None
-        base = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
-        found = os.path.normpath(os.path.join(base, os.fsdecode(path)))
-        return found if found.startswith(self._root + "/") else None
-
-    def _is_visible(self, path: str) -> bool:
-        if path != self._root and not self._is_visible(os.path.dirname(path)):
-            return False
-        if path == self._root or path in self._known:
-            return True
-        try:
-            changed = self._originals["lstat"](path).st_ctime
-        except OSError:
-            return True  # the call itself says so
-        if time.time() < changed + self._late_s:
-            self.missed.add(os.path.basename(path))
-            return False
-        self._known.add(path)
-        return True
-
-    def _check(self, path: str | None) -> None:
-        if path is not None and not self._is_visible(path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            below = self._below(path, kwargs.get("dir_fd"))
-            making = bool(args) and isinstance(args[0], int) and bool(args[0] & os.O_CREAT)
-            self._check(os.path.dirname(below) if below is not None and making else below)
-            found = original(path, *args, **kwargs)
-            if making and below is not None:
-                self._known.add(below)
-            return found
-
-        return call
-
-    def _listing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any = ".") -> Any:
-            base = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.path.abspath(path)
-            below = self._below(base)
-            self._check(below)
-            found = original(path)
-            if below is None and base != self._root:
-                return found
-            if original is self._originals["listdir"]:
-                return [name for name in found if self._is_visible(os.path.join(base, name))]
-            return _Entries([entry for entry in found if self._is_visible(os.path.join(base, entry.name))])
-
-        return call
-
-    def _moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(source: Any, target: Any) -> None:
-            self._check(self._below(source))
-            original(source, target)
-            before, after = self._below(source), self._below(target)
-            if before is not None and after is not None:
-                moved = {path for path in self._known if path == before or path.startswith(before + "/")}
-                self._known = (self._known - moved) | {after + path[len(before) :] for path in moved | {before}}
-
-        return call
-
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **kwargs: Any) -> None:
-            with suppress(FileExistsError):
-                self._check(self._below(os.path.dirname(os.path.abspath(path))))
-            original(path, *args, **kwargs)
-            if (below := self._below(path)) is not None:
-                self._known.add(below)
-
-        return call
-
-
-class _Entries(list[Any]):  # what scandir gives
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...

@@ -17,9 +17,8 @@ from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from tests.support import tiny
-from tests.support.hosts import Hosts, run_hosts, this_host, two_hosts
+from tests.support.hosts import Hosts, Lag, run_hosts, this_host, two_hosts
 from tests.support.pool import run_ranks
-from tests.support.storages import Lag
 
 LATE_S = 2.0
 

@@ -9,22 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net
-
-
-class RoutesInOneTensor(Natural):  # weights of all experts in one 3-D parameter, and ``bmm``
-    def build(self) -> None:
-        super().build()
-        self.up = nn.Parameter(torch.randn(3, WIDTH, 6) / 3)
-        self.down = nn.Parameter(torch.randn(3, 6, WIDTH) / 3)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.features(batch[0])
-        every = torch.bmm(F.silu(torch.bmm(x.expand(3, -1, -1), self.up)), self.down)
-        chosen = batch[3][:, 0] % 3
-        single = torch.einsum("bi,bio->bo", x, self.up[chosen] @ self.down[chosen])
-        picked = every[chosen, torch.arange(len(x))]
-        return F.cross_entropy(self.net.head(picked + single), batch[1])
+from tests.sweeps.twins.base import WIDTH, Natural, Net
 
 
 class FourierLayer(nn.Module):  # as in Fourier neural operators: complex weights
@@ -132,23 +117,6 @@ class ScalesByItsOwnLoss(Natural):  # a learning rate that follows the loss of t
         loss = self.loss(batch)
         self.trainer.optimizers[0].param_groups[0]["lr"] = 0.05 * loss.item()
         return loss
-
-
-class KeepsCopiesInBuffers(Natural):  # buffers that are computed of weights: their products, norms, and a projection
-    def build(self) -> None:
-        super().build()
-        self.register_buffer("gram", torch.zeros(CLASSES, CLASSES), persistent=False)
-        self.register_buffer("norms", torch.zeros(WIDTH))
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        w = self.net.head.weight
-        self.gram = w @ w.t()
-        self.norms.copy_(w.norm(dim=0)).mul_(0.5)
-        self.seen += [float(self.gram.trace()), float(self.norms.sum())]
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]) @ (torch.eye(CLASSES).to(self.gram) + 0.1 * self.gram), batch[1])
 
 
 # ── between a layer whose columns a tensor-parallel plan shards, and the next one, whose rows it shards ─────────────

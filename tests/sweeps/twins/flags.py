@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -106,37 +106,6 @@ class LetsLightningShuffle(Loads, use_distributed_sampler=True, max_epochs=2):
         return loss
 
 
-class HooksEverywhere(Validated, max_epochs=2, limit_val_batches=1):  # changes in hooks that are seldom used
-    def on_train_start(self) -> None:
-        self.net.scale.data.mul_(0.9)
-
-    def on_train_epoch_start(self) -> None:
-        self.net.head.bias.data.add_(0.01)
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        with torch.no_grad():
-            self.seen.append(float(self.all_gather(loss).mean()))
-
-    def on_validation_model_eval(self) -> None:
-        super().on_validation_model_eval()
-        self.net.head.weight.data.mul_(0.99)
-
-    def on_validation_model_train(self) -> None:
-        super().on_validation_model_train()
-        self.net.embed.weight.data.add_(0.001)
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():
-            for p in self.net.layers.parameters():
-                p.sub_(p.mean() * 0.1)
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
-        return [t * 2 if t.is_floating_point() else t for t in super().transfer_batch_to_device(batch, device, index)]
-
-    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
-        return [batch[0] + 1, *batch[1:]]
-
-
 FINDER = {"min_lr": 1e-4, "max_lr": 1.0, "num_training_steps": 4, "early_stop_threshold": None}
 
 
@@ -154,21 +123,6 @@ class MixesPrecisions(Logged, precision="bf16-mixed", tolerance=0.02):  # on bat
 
 
 class TrainsInBfloat16(Logged, precision="bf16-true", tolerance=0.05): ...
-
-
-class LooksAtGradientsOfActivations(Logged):
-    def on_fit_start(self) -> None:
-        self.norms: dict[str, float] = {}
-        for name, module in self.net.named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_full_backward_hook(lambda m, gin, gout, name=name: self.note(name, gout[0]))
-
-    def note(self, name: str, gradient: Tensor) -> None:
-        self.norms[name] = float(gradient.detach().abs().sum())
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for _, value in sorted(self.norms.items()):
-            self.seen.append(float(self.trainer.strategy.reduce(torch.tensor(value, dtype=torch.float64))))
 
 
 class GathersUnevenly(Logged):  # a last batch that is smaller, and features of all ranks

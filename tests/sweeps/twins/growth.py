@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
+from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Manual, Natural, Net
 
 
 class Regroups(Natural, abstract=True):  # tells its optimizer
@@ -111,31 +111,6 @@ class ParametrizesLate(Natural):
             parametrize.remove_parametrizations(self.net.head, "weight")
 
 
-class KeepsAnOptimizer(Natural, max_epochs=2):  # goes back to earlier weights together with the state of the optimizer
-    def on_train_epoch_end(self) -> None:
-        optimizer = self.trainer.optimizers[0]
-        if self.current_epoch == 0:
-            self.kept = copy.deepcopy(self.net.state_dict()), copy.deepcopy(optimizer.state_dict())
-        else:
-            self.net.load_state_dict(self.kept[0])
-            optimizer.load_state_dict(self.kept[1])
-            self.seen.append(float(sum(s["momentum_buffer"].norm() for s in optimizer.state.values())))
-
-
-class CopiesAndTrains(Manual):  # reptile: a copy of the net is trained by itself, and the net moves towards it
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        fast = copy.deepcopy(self.net)
-        inner = torch.optim.SGD(fast.parameters(), 0.1)
-        for part in range(2):
-            rows = [t.chunk(2)[part] for t in batch]
-            inner.zero_grad()
-            self.manual_backward(F.cross_entropy(fast(rows[0]), rows[1]))
-            inner.step()
-        with torch.no_grad():
-            for p, q in zip(self.net.parameters(), fast.parameters(), strict=True):
-                p.lerp_(q, 0.5)
-
-
 class PicklesItself(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "Can't pickle local object")):
     """A module that is pickled whole in a hook."""
 
@@ -183,22 +158,3 @@ class IsLazy(Natural):  # layers that get their shapes in a dry run
     def build(self) -> None:
         self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(CLASSES))
         self.net(torch.zeros(1, 6))
-
-
-class GrowsInConfigure(Natural):  # parts that ``setup`` and ``configure_model`` add
-    def build(self) -> None:
-        super().build()
-        self.more = nn.Sequential(Block())
-
-    def setup(self, stage: str) -> None:
-        if not hasattr(self, "late"):
-            torch.manual_seed(3)
-            self.late = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
-
-    def configure_model(self) -> None:
-        if len(self.more) == 1:
-            torch.manual_seed(4)
-            self.more.append(Block().double())
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.net.head(self.more(self.net.features(batch[0])) * self.late), batch[1])

@@ -105,17 +105,6 @@ class PenaltyOnGradients(Manual, refused=SECOND_DERIVATIVES, whole=BY_FUNCTION):
         return loss + 0.1 * sum(g.square().sum() for g in grads)
 
 
-class LooksAtItsState(Manual):
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        self.seen.append(sum(float(v.abs().sum()) for v in self.state_dict().values()))
-        return loss
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
-        self.seen.append(float(self.net(batch[0].new_ones(2, 6)).sum()))
-
-
 class RestoresItsState(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         before = {k: v.clone() for k, v in self.net.state_dict().items()}
@@ -145,17 +134,3 @@ class GanToggled(Manual):
             optimizer.step()
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
-
-
-class HalvesAndClips(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        self.optimizers().zero_grad()
-        for k in range(2):
-            self.manual_backward(self.loss([part[k::2] for part in batch]) / 2)
-        gradients = [p.grad for p in self.parameters()]
-        total = torch.sqrt(sum((g**2).sum() for g in gradients))
-        self.seen.append(total.item())
-        torch._foreach_div_(gradients, total + 1e-6)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), 0.5, total)
-        self.seen.append(torch.nn.utils.parameters_to_vector(self.parameters()).norm().item())
-        self.optimizers().step()

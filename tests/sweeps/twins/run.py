@@ -63,8 +63,7 @@ TOPOLOGIES: dict[str, tuple[int, Mapping[str, Any]]] = {
 
 OUTSIDE_PIPELINES = frozenset(
     {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
-    | {"LooksAtGradientsOfActivations", "WatchesEveryModule", "WatchesModules"}  # hooks
-    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward"}
+    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
     | {"AssignsTwiceInStep", "ClampsInStep"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
     | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own

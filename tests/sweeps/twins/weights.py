@@ -196,21 +196,6 @@ class CallsWithConstants(Natural):  # ``functional_call`` with plain tensors for
         return super().loss(batch) + F.cross_entropy(functional_call(self.net, fixed, batch[0]), batch[1])
 
 
-class SharesTransposed(Natural):
-    """An encoder and a decoder that are each other's transposes, and slices of an embedding."""
-
-    def build(self) -> None:
-        self.embed = nn.Embedding(7, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.bias = nn.Parameter(torch.zeros(7))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = F.linear(F.gelu(self.mix(self.embed(batch[3]))), self.mix.weight.t())
-        logits = torch.einsum("btc,vc->btv", x, self.embed.weight[:7]) + self.bias
-        half = torch.baddbmm(x[..., :4], x, self.embed.weight[: WIDTH - 1].new_ones(1, WIDTH, 4).expand(len(x), -1, -1))
-        return F.cross_entropy(logits.flatten(0, 1), batch[3].flatten()) + 1e-2 * half.square().mean()
-
-
 class ChangesInPlaceByFlag(Natural):  # functions with ``inplace=True`` on weights
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
