@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FaultKind = Literal["none", "kill", "half", "errno", "sticky", "short", "short from on", "full", "no inodes"]
-"""The last two are real disks, see disk.py."""
+FaultKind = Literal["none", "kill", "half", "errno", "sticky", "short", "short from on", "full"]
 
 # Calls of descriptors, and where the path is among the arguments of others; for a link, the second one is what changes.
 _OF_DESCRIPTORS = ("write", "pwrite", "posix_fallocate", "truncate", "ftruncate", "fsync", "fdatasync")
@@ -30,12 +29,18 @@ _OF_PATHS = {"unlink": 0, "remove": 0, "rmdir": 0, "mkdir": 0, "rename": 0, "rep
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 READING = "open-to-read"  # counts where the fault is survivable
 _EXCHANGE = 2  # flag of renameat2
+_FROM_ON = ("sticky", "short from on", "full")
 WRITES = ("write", "pwrite")
+_TAKING_SPACE = (*WRITES, "posix_fallocate", "open", "mkdir", "symlink")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at call ``number``: nothing, SIGKILL before it or after half a write, an error, a shorter write."""
+    """What happens at call ``number``.
+
+    Nothing, SIGKILL before it or after half a write, an error, a shorter write; or the disk is full in the middle of
+    it, so that nothing more takes space from there on.
+    """
 
     kind: FaultKind = "none"
     number: int = 0
@@ -43,12 +48,12 @@ class Fault:
 
     def hits(self, number: int) -> bool:
         """Whether call ``number`` is concerned."""
-        return number == self.number or (self.kind in ("sticky", "short from on") and number > self.number > 0)
+        return number == self.number or (self.kind in _FROM_ON and number > self.number > 0)
 
     @property
     def survivable(self) -> bool:
         """Whether the process lives on."""
-        return self.kind in ("errno", "sticky", "short", "short from on")
+        return self.kind in ("errno", "short", *_FROM_ON)
 
 
 NO_FAULT = Fault()
@@ -178,11 +183,12 @@ class Interposer:  # counts the calls below ``root``, injects ``fault`` and reco
         with self._counting:  # threads share a call's work
             self.calls.append(f"{name} {path}")
             hit = fault.hits(len(self.calls))
-        if not hit:
+            first = len(self.calls) == fault.number
+        if not hit or (fault.kind == "full" and name not in _TAKING_SPACE):
             return False
         if fault.kind == "kill" or (fault.kind == "half" and name not in WRITES):
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault.kind in ("errno", "sticky"):
+        if fault.kind in ("errno", "sticky") or (fault.kind == "full" and not (first and name in WRITES)):
             filenames = [names[0], None, names[1]] if len(names) > 1 else names
             raise OSError(fault.errno, os.strerror(fault.errno), *filenames)
         return name in WRITES

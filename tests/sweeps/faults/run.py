@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from tests.sweeps.faults.disk import full_disks
 from tests.sweeps.faults.flips import Flip, flips
 from tests.sweeps.faults.powerloss import Loss, losses
-from tests.sweeps.faults.saves import FULL_DISKS, scenario, scenarios
+from tests.sweeps.faults.saves import scenario, scenarios
 from tests.sweeps.faults.trial import ERRNOS, Outcome, Scenario, errors, kills, problems, sweep
 
 KINDS = {
@@ -22,6 +21,7 @@ KINDS = {
     "an error, once": ("errno",),
     "an error, from there on": ("sticky",),
     "short writes": ("short", "short from on"),
+    "a disk that is full in a write": ("full",),
 }
 COLUMNS = ("faults", "OLD", "NEW", "mixed", "lost", "undetected", "hung", "next save wrong", "not named")
 FLIP_COLUMNS = ("flips", "detected", "harmless", "silent")
@@ -31,19 +31,17 @@ def everything(short: bool) -> str:
     """Run all sweeps; the tables, and what is wrong. In a process with one thread."""
     tried = [*scenarios(*((1,) if short else (1, 2, 4)))]
     ours = [outcome for each in tried for outcome in _swept(each, short)]
-    disks, why_not = _disks()
     every = 11 if short else 1
     power = [loss for each in tried if each.durable for loss in losses(each, every=every)]
     unsynced = [] if short else losses(scenario("save without syncs over an older one, 1 rank"))
     flipped = flips(every=307 if short else 1)
-    wrong = problems([*ours, *disks]) + [loss.problem for loss in power if loss.problem]
+    wrong = problems(ours) + [loss.problem for loss in power if loss.problem]
     wrong += [loss.problem for loss in unsynced if loss.problem and loss.found == "mixed"]
     wrong += [f"{flip}" for flip in flipped if flip.noticed == "silent"]
-    of_ours = [*_rows(ours), of_outcomes("full disk", disks), of_losses("power loss", power)]
+    of_ours = [*_rows(ours), of_losses("power loss", power)]
     parts = [
         table("lightning-shardckpt", of_ours),
         table("a flipped bit", [of_flips("lightning-shardckpt", flipped)], FLIP_COLUMNS),
-        *([f"No full disks: {why_not}"] if why_not else []),
         f"{len(wrong)} problems of lightning-shardckpt",
     ]
     return "\n\n".join([*parts, *wrong[:100]])
@@ -57,16 +55,6 @@ def _swept(each: Scenario, short: bool) -> list[Outcome]:
     found += sweep(each, partial(errors, codes=codes), every=(997 if short else 1) if first else 1499 if short else 7)
     print(table("", [of_outcomes(each.name, found)]), flush=True)  # so that an interrupted run has told something
     return found
-
-
-def _disks() -> tuple[list[Outcome], str]:
-    found: list[Outcome] = []
-    for name in FULL_DISKS:
-        outcomes = full_disks(scenario(name))
-        if isinstance(outcomes, str):
-            return [], outcomes
-        found += outcomes
-    return found, ""
 
 
 def _rows(outcomes: Sequence[Outcome]) -> Iterable[Row]:

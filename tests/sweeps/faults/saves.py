@@ -28,7 +28,6 @@ from lightning_shardckpt.system.tuning import TUNING
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
-FULL_DISKS = ("first save, 1 rank", "save over an older one, 1 rank", "consolidation, 1 rank")
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 

@@ -273,12 +273,12 @@ def kills(calls: Sequence[str]) -> Iterator[Fault]:
 
 
 def errors(calls: Sequence[str], codes: Sequence[int] = ERRNOS) -> Iterator[Fault]:
-    """Each error at each call, once and from there on; and writes that write half."""
+    """Each error at each call, once and from there on; writes of half, after which the disk is full or is not."""
     for number, call in enumerate(calls, 1):
         for code in codes:
             yield from (Fault("errno", number, code), Fault("sticky", number, code))
         if call.split()[0] in WRITES:
-            yield from (Fault("short", number), Fault("short from on", number))
+            yield from (Fault("short", number), Fault("short from on", number), Fault("full", number, errno.ENOSPC))
 
 
 def sweep(scenario: Scenario, faults_of: Callable[[Any], Iterable[Fault]], *, every: int = 1) -> list[Outcome]:
