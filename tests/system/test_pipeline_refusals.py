@@ -274,8 +274,7 @@ def refuse_all(names: list[str]) -> tuple[dict[str, tuple[str, str]], Trained]:
     return found, train(Plain, {})
 
 
-Found = tuple[dict[str, list[tuple[str, str]]], list[list[Trained]]]
-"""The cases by name, on each rank; the good runs on two ranks, on each rank."""
+Found = tuple[dict[str, list[tuple[str, str]]], list[list[Trained]]]  # errors by case and rank; good runs by rank
 
 
 @pytest.fixture(scope="module")
