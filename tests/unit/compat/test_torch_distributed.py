@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 
 from lightning_shardckpt.compat import pytree
 from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule, watch_collectives
+from tests.support.pool import run_ranks
 
 
-def test_collectives_are_watched_with_their_group_inside_only(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+def watched_collectives() -> bool:
     seen, original, alone = list[Any](), dist.all_reduce, dist.group.WORLD
     with watch_collectives(lambda name, group: seen.append((name, group))):
         dist.all_reduce(torch.ones(1))
@@ -31,8 +30,11 @@ def test_collectives_are_watched_with_their_group_inside_only(tmp_path: Path) ->
         other.start()
         other.join()
     dist.all_reduce(torch.ones(1))
-    dist.destroy_process_group()
-    assert dist.all_reduce is original and seen == [("all_reduce", None), ("broadcast", alone)]
+    return dist.all_reduce is original and seen == [("all_reduce", None), ("broadcast", alone)]
+
+
+def test_collectives_are_watched_with_their_group_inside_only() -> None:
+    assert run_ranks(1, watched_collectives) == [True]
 
 
 def test_every_collective_of_this_torch_is_watched() -> None:
