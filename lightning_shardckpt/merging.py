@@ -6,6 +6,7 @@ so memory does not grow with their size.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +31,18 @@ from lightning_shardckpt.sources.open_source import open_checkpoint, open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.state.json_tree import lost_values
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import KEYS
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
-from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, snapshot
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
 from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import list_some
+from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.transfer.shard_reader import WindowReader, windows
 
+_log = logging.getLogger(__name__)
 MERGED = "merged"
 """Key of trainer state that describes a merge: its inputs, their weights, and the tensors that are not averages."""
 _WINDOW = 1 << 20  # elements of a tensor that are averaged at a time
@@ -64,8 +68,9 @@ def merge(
     Floating-point and complex tensors of the models are averaged: the sum of weight × value, in float32 (float64 for
     tensors of float64), divided by the sum of the weights, and rounded once to the dtype of the first checkpoint.
     Integers, bools, extra state, hyper-parameters and other state are the first one's; there is no state of optimizers,
-    schedulers, callbacks or loops, so load the result with ``pretrained=`` or ``load``. Tied tensors stay tied. The
-    trainer's state of the result describes the merge under the key ``merged``.
+    schedulers, callbacks or loops, so load the result with ``pretrained=`` or ``load``, and nothing pickled. Tied
+    tensors stay tied. The trainer's state of the result describes the merge under the key ``merged``. Waits for the
+    asynchronous saves of this process.
 
     Running statistics of norms are averaged, too: ``torch.optim.swa_utils.update_bn`` recomputes them from data.
 
@@ -98,6 +103,7 @@ def merge(
     check_writable(target)
     if not overwrite:
         refuse_existing(target, storage)
+    drain_all()
     with ExitStack() as stack:
         sources = list[Source]()
         for path in paths:
@@ -111,7 +117,8 @@ def merge(
         root = sources[0].root
         run = RunInfo() if root is None else RunInfo(root.step, root.epoch)
         describe = partial(_describe, sources[0], averages, about)
-        checkpoint.save(target, describe, ranks=Ranks.alone(), run=run, storage=storage)
+        for note in checkpoint.save(target, describe, ranks=Ranks.alone(), run=run, storage=storage):
+            _log.warning(note)
         return averages.others
 
 
@@ -249,14 +256,17 @@ def _describe(first: Source, averages: _Averages, about: dict[str, Any]) -> Snap
     state = {key: value for key, value in first.trainer(whole).items() if key not in _OF_A_RUN}
     if KEYS in state:
         state[KEYS] = {**state[KEYS], "optimizers": []}
-    described = snapshot({**state, MERGED: about})
+    pickled = [key for key, value in state.items() if key not in HYPER_PARAMETERS and lost_values(value)]
+    described = snapshot({**{key: value for key, value in state.items() if key not in pickled}, MERGED: about})
     tensors = {
         key: torch.empty((), dtype=TORCH_DTYPES[spec.dtype]).expand(spec.shape)  # without memory
         for key, spec in averages.specs.items()
     }
     leaves = {**described.leaves, "model": Leaves(tensors, dict(_model(first).aliases))}
     documents = {**described.documents, **{role: first.document(role) for role in _DOCUMENTS}}
-    return replace(described, leaves=leaves, documents=documents, contents={"model": averages.content})
+    notes = [f"left out, since it holds pickled objects, which are not read: {key!r}" for key in pickled]
+    notes += described.notes
+    return replace(described, leaves=leaves, documents=documents, notes=(*notes,), contents={"model": averages.content})
 
 
 # ── averages ──────────────────────────────────────────────────────────────────────────────────────────────────────────

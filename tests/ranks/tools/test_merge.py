@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lightning_shardckpt
-from lightning_shardckpt import load_from_checkpoint, merge, metadata
+from lightning_shardckpt import ShardCkptIO, load_from_checkpoint, merge, metadata
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CorruptionError, MismatchError
 from lightning_shardckpt.tools.digest import digest
@@ -168,6 +168,19 @@ def test_damage_is_found_and_leaves_what_was_there(inputs: list[str], tmp_path: 
     merge(inputs[:2], tmp_path / "out", weights=[1, 2], overwrite=True)
     assert digest(tmp_path / "out")["whole"] != before["whole"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "out"]
+
+
+class Odd:
+    """Is not a plain value."""
+
+
+def test_what_is_pickled_is_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, io = nn.Linear(2, 1), ShardCkptIO(pickle_objects=True)
+    io.save_checkpoint({"state_dict": net.state_dict(), "odd": [Odd()], "kept": 3}, tmp_path / "a")
+    merge([tmp_path / "a", tmp_path / "a"], tmp_path / "out")
+    assert "'odd'" in caplog.text
+    assert lightning_shardckpt.load(tmp_path / "out")["kept"] == 3
+    assert "odd" not in lightning_shardckpt.load(tmp_path / "out")
 
 
 def merge_large(folder: str) -> int:
