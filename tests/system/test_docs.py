@@ -207,6 +207,13 @@ def test_every_error_class_has_a_section_of_messages_that_the_package_has() -> N
         assert [message for message in shown if not any(is_part(message, text) for text in texts)] == [], name
 
 
+def test_the_speed_of_the_readme_is_that_of_the_page() -> None:
+    head = "| time of DCP |".replace("| time", "| × limit | × time")
+    measured = [row[2:] for row in table(DOCS / "performance.md", f"| 2 ranks, 2.1 GB | goal | ours {head}")]
+    shown = [row[1:] for row in table(README, f"| 2 ranks, 2.1 GB of float32 parameters and AdamW state | ours {head}")]
+    assert len(shown) == 4 and [row for row in shown if row not in measured] == []
+
+
 def test_every_option_of_a_tool_is_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     for name, *_ in table(DOCS / "tools.md", "| tool | question | reads |"):
         tool = name.strip("`")
