@@ -76,7 +76,10 @@ def plan_torch(source: Source, options: Options) -> Export:
 def _begin(checkpoint: Any, regions: list[Region], file: int) -> list[Region]:
     """Write a file without the bytes of its tensors; ``regions`` are in the order in which ``torch.save`` counts."""
     with open(file, "wb", closefd=False) as unfilled, torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(checkpoint, unfilled)
+        try:
+            torch.save(checkpoint, unfilled)
+        except RuntimeError as error:  # its archive is not whole, because a write failed
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     begins = _find_records(file, regions)
     return [replace(region, begin=begin) for region, begin in zip(regions, begins, strict=True)]
 
