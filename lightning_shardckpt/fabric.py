@@ -44,6 +44,7 @@ from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_b
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, broadcast_statistics, share_optimizer_rng
 from lightning_shardckpt.parallel.tensors.values import reset_numbers
+from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
@@ -182,6 +183,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Seed workers by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        refuse_batches_of_batches(dataloader)
         draw_orders_by_epoch(dataloader)
         init_fn = dataloader.worker_init_fn
         if isinstance(init_fn, partial) and init_fn.func is pl_worker_init_function:

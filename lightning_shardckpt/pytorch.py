@@ -60,6 +60,7 @@ from lightning_shardckpt.parallel.sharding.shared_values import (
     synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
+from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
@@ -289,6 +290,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by data-parallel rank, since the ranks of a tensor group must draw the same batches."""
+        refuse_batches_of_batches(dataloader)
         draw_orders_by_epoch(dataloader)
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank

@@ -30,7 +30,7 @@ from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
@@ -42,6 +42,7 @@ from lightning_shardckpt.compat.data_loading import (
     sampler_of,
     wrapped_sampler,
 )
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
 _OTHER_ORDER = (
@@ -427,6 +428,26 @@ class StatefulLoader:
 
     __slots__ = ()
     shardckpt_watch: Watch
+
+
+def refuse_batches_of_batches(loader: object) -> None:
+    """Refuse a DataLoader that batches the batches of its sampler since Lightning rebuilt it.
+
+    Lightning calls the constructor again, with a DistributedSampler around the sampler. A class that disables torch's
+    batching for its own sampler of batches (``batch_size=None``) may enable it for a sampler that it gets.
+
+    Raises:
+        UnsupportedCodeError: naming the class.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__init__ is DataLoader.__init__:
+        return
+    if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
+        raise UnsupportedCodeError(
+            f"{type(loader).__name__} puts the batches of its sampler into batches of {loader.batch_size}, since "
+            "Lightning rebuilt it with a DistributedSampler around that sampler. Give the loader a DistributedSampler "
+            "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
+            "batches."
+        )
 
 
 def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:

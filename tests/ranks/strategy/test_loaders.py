@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 
@@ -147,3 +149,30 @@ def test_streams_of_unequal_length_are_refused_where_ranks_step_together_and_rep
     calls["hsdp"] = (4, evaluate, "test", {**replicas, "data_parallel_shard_size": 2}, False)
     found = run_each(calls)
     assert (found["replicas"], found["hsdp"]) == ([2, 4], [2, 2, 4, 4])
+
+
+class LoadsBatches(DataLoader[Any]):
+    """Reads a batch at once, as loaders of scvi-tools do; another sampler is one of samples."""
+
+    def __init__(self, dataset: Any, batch_size: int = 4, sampler: Any = None, **options: Any) -> None:
+        if sampler is None:
+            sampler, options["batch_size"] = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False), None
+        super().__init__(dataset, sampler=sampler, **options)
+
+
+def train_on_batches_of_batches() -> list[Any]:
+    with pytest.raises(UnsupportedCodeError, match="puts the batches of its sampler into batches of 1"):
+        tiny.trainer({}, max_epochs=1).fit(Net(), LoadsBatches(Rows()))
+    module = Net()
+    tiny.trainer({}, max_epochs=1, use_distributed_sampler=False).fit(module, LoadsBatches(Rows()))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
+    fabric.launch()
+    with pytest.raises(UnsupportedCodeError, match="puts the batches of its sampler"):
+        fabric.setup_dataloaders(LoadsBatches(Rows()))
+    return module.seen
+
+
+def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
+    """Its batches would have another shape than on one process, of which a loss that is a mean tells nothing."""
+    batches = [[float(4 * n + k) for k in range(4)] for n in range(4)]
+    assert run_ranks(2, train_on_batches_of_batches) == [batches, batches]
