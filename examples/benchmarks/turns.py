@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -214,8 +214,7 @@ def timed(work: Callable[[], Any], ready: Callable[[], Any] = lambda: None) -> F
 
 def memory_mb(key: str) -> float:
     """VmRSS or VmHWM of this process."""
-    lines: Mapping[str, str] = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0]) * 1024 / MB
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024 / MB
 
 
 def _read_bytes() -> int:
@@ -254,11 +253,9 @@ def use_page_cache(path: str, nbytes: int) -> None:
 
 def recall(path: str) -> None:
     """Read the files below ``path``, so that the page cache has them: it may have dropped what nobody used for long."""
-    piece = bytearray(1 << 20)
     for file in (file for file in Path(path).rglob("*") if file.is_file()):
-        with open(file, "rb", buffering=0) as opened:
-            while opened.readinto(piece):
-                pass
+        with open(file, "rb") as opened, open(os.devnull, "wb") as nowhere:
+            shutil.copyfileobj(opened, nowhere, 1 << 20)
 
 
 def evict(path: str) -> float:
@@ -269,17 +266,16 @@ def evict(path: str) -> float:
         try:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            size = os.fstat(fd).st_size
-            pages, cached = _pages(fd, size)
+            pages, cached = _pages(fd)
             total, stayed = total + pages, stayed + cached
         finally:
             os.close(fd)
     return stayed / max(total, 1)
 
 
-def _pages(fd: int, size: int) -> tuple[int, int]:
+def _pages(fd: int) -> tuple[int, int]:
     """How many pages a file has, and how many of them are in the page cache, by mincore."""
-    if size == 0:
+    if (size := os.fstat(fd).st_size) == 0:
         return 0, 0
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
