@@ -241,13 +241,6 @@ def torch_schedule(name: str) -> type:
     return schedule
 
 
-def has_order(schedule: type) -> bool:
-    """Return whether a schedule class has a ``pipeline_order``; torch's with one stage per rank do not."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
-    return issubclass(schedule, PipelineScheduleMulti)
-
-
 def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
     """Return each rank's actions in torch's notation, such as ``0F1``.
 

@@ -51,8 +51,7 @@ class Pipeline:
         modules: pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers. By default
             modules registered before the layers are on the first stage, modules after them on the last.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble schedules
-            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are accepted, too. Or
-            a schedule of your own: a subclass of torch.distributed.pipelining's PipelineScheduleMulti.
+            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are accepted, too.
         microbatches: the number of microbatches of a batch; by default twice the number of processes, and never more
             than it has samples.
         loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for any loss.
@@ -67,7 +66,7 @@ class Pipeline:
     layers: list[str] | None = None
     split: str | list[str] = "even"
     modules: dict[str, Where] = field(default_factory=dict)
-    schedule: str | type = "gpipe"
+    schedule: str = "gpipe"
     microbatches: int | None = None
     loss: LossOf = "batch"
     stages_per_rank: int = 1

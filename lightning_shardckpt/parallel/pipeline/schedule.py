@@ -1,7 +1,7 @@
 """Pipeline schedules: the order of passes and messages of each rank. Pure: no tensors, no communication.
 
-Orders come from ``torch.distributed.pipelining``, or from a subclass of a user. GPipe and 1F1B are defined here, since
-torch has them only as code. A rank's list has each operation of its stages exactly once:
+Orders come from ``torch.distributed.pipelining``. GPipe and 1F1B are defined here, since torch has them only as code.
+A rank's list has each operation of its stages exactly once:
 
 - ``forward`` of stage s needs ``forward`` of stage s - 1 on the same microbatch
 - ``backward`` and ``backward_input`` of stage s need its ``forward``, and ``backward`` or ``backward_input`` of s + 1
@@ -14,13 +14,13 @@ are defined only for many microbatches run fewer.
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
-from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule
+from lightning_shardckpt.compat.torch_distributed import actions_of, torch_schedule
 from lightning_shardckpt.errors import TopologyError
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -61,7 +61,7 @@ class Schedule:
 
     Attributes:
         name: for error messages.
-        source: "gpipe", "1f1b", or a subclass of torch's ``PipelineScheduleMulti``.
+        source: "gpipe", "1f1b", or torch's class.
     """
 
     name: str
@@ -101,34 +101,28 @@ class Schedule:
         return _plans(self, microbatches, part)[rank]
 
 
-def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Schedule:
-    """Return a schedule.
-
-    Args:
-        wanted: a name, as in the documentation or torch's, in any case; or a subclass of torch's
-            ``PipelineScheduleMulti``.
-        ranks: the number of ranks of the pipeline.
-        stages_per_rank: the number of stages of each rank.
+def resolve_schedule(name: str, ranks: int, stages_per_rank: int) -> Schedule:
+    """Return a schedule by its name, as in the documentation or torch's, in any case.
 
     Raises:
-        TopologyError: if there is no such schedule, it does not fit ``ranks`` or ``stages_per_rank``, or its order
-            cannot run.
+        TopologyError: if there is no such schedule, or it does not fit ``ranks`` or ``stages_per_rank``.
     """
     if ranks < 1 or stages_per_rank < 1:
         raise TopologyError(
-            f"pipeline schedule {wanted!r}: expected at least 1 rank and 1 stage per rank, "
+            f"pipeline schedule {name!r}: expected at least 1 rank and 1 stage per rank, "
             f"found {ranks} and {stages_per_rank}."
         )
-    if not isinstance(wanted, type):
-        return _resolve_name(wanted, ranks, stages_per_rank)
-    if not has_order(wanted):
+    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
+    if canonical is None:
+        raise TopologyError(f"unknown pipeline schedule {name!r}. Expected one of: {', '.join(_RULES)}.")
+    torchs, least, most, advice = _RULES[canonical]
+    if stages_per_rank < least or (most is not None and stages_per_rank > most):
+        bound, plural = "at least" if most is None else "exactly", "s" * (least > 1)
         raise TopologyError(
-            f"Pipeline(schedule={wanted.__qualname__}) is not a subclass of "
-            "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
+            f"pipeline schedule {canonical!r} needs {bound} {least} stage{plural} per rank, found {stages_per_rank}. "
+            f"{advice}"
         )
-    schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
-    _check(schedule)
-    return schedule
+    return Schedule(canonical, ranks, stages_per_rank, torch_schedule(torchs) if torchs else canonical)
 
 
 # ── simulation ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -246,7 +240,6 @@ def _torch_actions(schedule: Schedule, microbatches: int) -> list[list[str]]:
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _IGNORED = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # `plan` and FSDP decide on these
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_ALL: tuple[Kind, ...] = get_args(Kind)
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
@@ -278,29 +271,6 @@ def _ranks_of_stages(schedule: Schedule) -> list[int]:
     return [ranks[stage] for stage in range(schedule.stages)]
 
 
-def _check(schedule: Schedule) -> None:
-    """Raise a TopologyError for a user's or torch's order that cannot run."""
-    count = 2 * schedule.stages
-    orders = _orders(schedule, count)
-    expected = Counter((stage, m) for stage in range(schedule.stages) for m in range(count))
-    ops = [op for row in orders for op in row]
-    by_kind = {kind: Counter((op.stage, op.microbatch) for op in ops if op.kind == kind) for kind in _ALL}
-    backwards = by_kind["backward"] + by_kind["backward_input"]
-    stage_counts = [len({op.stage for op in row}) for row in orders]
-    if stage_counts != [schedule.stages_per_rank] * schedule.ranks:
-        raise TopologyError(
-            f"pipeline schedule {schedule.name} has ranks with {stage_counts} stages; expected {schedule.ranks} ranks "
-            f"with {schedule.stages_per_rank} each (pipeline_parallel_size and Pipeline(stages_per_rank=…))"
-        )
-    if not by_kind["forward"] == backwards == expected or by_kind["backward_input"] != by_kind["backward_weight"]:
-        raise TopologyError(
-            f"pipeline schedule {schedule.name}: expected one forward (F) and one backward (B, or I and W) of every "
-            f"stage on each of {count} microbatches, found others"
-        )
-    for _ in _simulate(schedule, orders):
-        pass
-
-
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -316,23 +286,6 @@ _RULES: dict[str, tuple[str | None, int, int | None, str]] = {
     "dualpipe_v": ("DualPipeV", 2, 2, _V),
 }
 """By name: torch's class, if it has one, the least and most stages per rank, and advice for others."""
-
-
-def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
-    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
-    if canonical is None:
-        raise TopologyError(
-            f"unknown pipeline schedule {name!r}. Expected a subclass of torch's PipelineScheduleMulti, or "
-            f"one of: {', '.join(_RULES)}."
-        )
-    torchs, least, most, advice = _RULES[canonical]
-    if stages_per_rank < least or (most is not None and stages_per_rank > most):
-        bound, plural = "at least" if most is None else "exactly", "s" * (least > 1)
-        raise TopologyError(
-            f"pipeline schedule {canonical!r} needs {bound} {least} stage{plural} per rank, found {stages_per_rank}. "
-            f"{advice}"
-        )
-    return Schedule(canonical, ranks, stages_per_rank, torch_schedule(torchs) if torchs else canonical)
 
 
 def _normalize(name: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import (
@@ -101,41 +100,3 @@ def test_what_does_not_fit_is_refused_with_what_does(
     with pytest.raises(TopologyError) as caught:
         resolve_schedule(name, ranks, stages_per_rank)
     assert all(part in str(caught.value) for part in parts), caught.value
-
-
-class Impatient(ScheduleInterleaved1F1B):
-    """The same order with all backward passes at once; as a user writes it for torch."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for rank, actions in self.pipeline_order.items():
-            real = [action for action in actions if action is not None]
-            self.pipeline_order[rank] = sorted(real, key=lambda action: action.computation_type.value != "F")
-        self.spoil(self.pipeline_order[0])
-
-    def spoil(self, actions: list[Any]) -> None: ...
-
-
-class Halved(Impatient):
-    def spoil(self, actions: list[Any]) -> None:
-        del actions[-1]
-
-
-class Late(Impatient):
-    def spoil(self, actions: list[Any]) -> None:
-        actions.reverse()
-
-
-def test_a_class_that_was_written_for_torch_gives_its_order_if_it_can_run() -> None:
-    schedule = resolve_schedule(Impatient, 2, 2)
-    torchs = resolve_schedule("interleaved_1f1b", 2, 2)
-    assert (schedule.name, schedule.interleaves_backward) == ("Impatient", False)
-    for microbatches in range(1, 7):
-        for rank in range(2):
-            found, theirs = schedule.operations(rank, microbatches), torchs.operations(rank, microbatches)
-            for kind in ("forward", "backward"):
-                assert [op for op in found if op.kind == kind] == [op for op in theirs if op.kind == kind]
-    refused = {ScheduleGPipe: "not a subclass of", Halved: "expected one forward", Late: "wait for each other forever"}
-    for wrong, said in refused.items():
-        with pytest.raises(TopologyError, match=said):
-            resolve_schedule(wrong, 2, 2)
