@@ -112,7 +112,7 @@ def resolve_schedule(name: str, ranks: int, stages_per_rank: int) -> Schedule:
             f"pipeline schedule {name!r}: expected at least 1 rank and 1 stage per rank, "
             f"found {ranks} and {stages_per_rank}."
         )
-    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
+    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(str(name)))
     if canonical is None:
         raise TopologyError(f"unknown pipeline schedule {name!r}. Expected one of: {', '.join(_RULES)}.")
     torchs, least, most, advice = _RULES[canonical]
