@@ -74,15 +74,6 @@ def rank_index_name(component: str, rank: int) -> str:
     return f"{component}-meta-dist-{rank:05d}.index.json"
 
 
-def document_name(stem: str, rank: int) -> str:
-    """Return the name of a rank's document.
-
-    >>> document_name("trainer-state", 3)
-    'trainer-state-dist-00003.json'
-    """
-    return f"{stem}-dist-{rank:05d}.json"
-
-
 def is_part(name: str) -> bool:
     """Return True if this is the name of a rank index, a shard file or a document, in a directory or an object store.
 
