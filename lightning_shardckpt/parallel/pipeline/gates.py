@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_distributed import watch_collectives
@@ -248,7 +247,7 @@ class Gate:
             out = self._infer(run, module, args, kwargs, flat)
             assert run.fill_in is not None
             return run.fill_in({position: leaves[position] for position in placeholder_positions(leaves)}, out)
-        _refuse_reentrant_checkpoint(self._fqn)
+        _refuse_autograd_function(self._fqn)
         if index < run.start:
             return self._infer(run, module, args, kwargs, flat)
         if index == run.start:
@@ -384,29 +383,23 @@ def _recipe(leaf: Any, positions: Mapping[int, int]) -> Any:
 # ── code that would run differently, or hang ────────────────────────────────────────────────────────────────────────
 
 
-def _refuse_reentrant_checkpoint(layer: str) -> None:
+def _refuse_autograd_function(layer: str) -> None:
     """Check the caller of a layer.
 
     Raises:
-        UnsupportedCodeError: for a reentrant ``torch.utils.checkpoint`` or another autograd function, which runs the
+        UnsupportedCodeError: for an autograd function, such as a reentrant ``torch.utils.checkpoint``, which runs the
             layer without gradients.
     """
     if torch.is_grad_enabled():
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise UnsupportedCodeError(
-                f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
-                "the pipeline the graph of gradients. Use use_reentrant=False, or "
-                "FSDP(activation_checkpointing=True)."
-            )
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(first, FunctionCtx):
             raise UnsupportedCodeError(
                 f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
-                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Call layers outside "
-                "of it, or use pipeline_parallel_size=1."
+                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Use "
+                "use_reentrant=False with torch.utils.checkpoint; call layers outside of other functions."
             )
         frame = frame.f_back
 
