@@ -183,6 +183,16 @@ class Returns(Plain):  # returns more than the loss, counts in a buffer, and set
         return {"loss": loss, "logits": logits.detach(), "index": index}
 
 
+class ReturnsMore(Plain):  # returns all that can be joined from microbatches
+    sizes = RAGGED
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        more = {"logits": logits.detach(), "mean": loss.detach(), "index": index, "rows": batch[1].tolist()}
+        return {"loss": loss, **more}
+
+
 class Changes(Plain):  # changes learning rates and ends the training, where only the last stage comes
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
@@ -282,6 +292,7 @@ QUICK = {
     "masked loss, recomputed": Case(Recomputed),
     "returns, buffers, attributes": Case(Returns),
     "tied llama": Case(Llama, CLIPPED),
+    "returns by microbatch": Case(ReturnsMore, {}, by_microbatch("1f1b")),
     "1f1b": Case(Ragged, CLIPPED, {**by_microbatch("1f1b"), "fsdp": FSDP(activation_checkpointing=True)}),
 }
 SLOW = {
