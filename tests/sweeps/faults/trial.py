@@ -174,7 +174,8 @@ def _wait(running: dict[int, int], deadline: float) -> dict[int, int | None]:
 
 def _end(report: Path, code: int | None) -> End:
     if code is None:
-        return End("hung", report.with_suffix(".stacks").read_text())
+        stacks = report.with_suffix(".stacks")  # of a rank that took part
+        return End("hung", stacks.read_text() if stacks.exists() else "before it began")
     if code == -signal.SIGKILL:
         return End("killed")
     if code != 0:
