@@ -398,8 +398,8 @@ def _refuse_autograd_function(layer: str) -> None:
         if isinstance(first, FunctionCtx):
             raise UnsupportedCodeError(
                 f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
-                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Use "
-                "use_reentrant=False with torch.utils.checkpoint; call layers outside of other functions."
+                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Call layers outside of "
+                "such functions (torch.utils.checkpoint with use_reentrant=False), or use pipeline_parallel_size=1."
             )
         frame = frame.f_back
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import (
@@ -89,13 +90,14 @@ def test_messages_without_tags_that_wait_for_each_other_arrive_before_they_are_n
     ("name", "ranks", "stages_per_rank", "parts"),
     [
         ("2f2b", 2, 1, ["'2f2b'", *NAMES]),
+        (ScheduleInterleaved1F1B, 2, 2, ["ScheduleInterleaved1F1B", *NAMES]),
         ("1f1b", 2, 2, ["exactly 1 stage per rank", "found 2", "'interleaved_1f1b'"]),
         ("zbv_zero_bubble", 2, 3, ["exactly 2 stages", "found 3", "'interleaved_zero_bubble'"]),
         ("gpipe", 2, 0, ["1 stage per rank", "2 and 0"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(
-    name: str, ranks: int, stages_per_rank: int, parts: list[str]
+    name: Any, ranks: int, stages_per_rank: int, parts: list[str]
 ) -> None:
     with pytest.raises(TopologyError) as caught:
         resolve_schedule(name, ranks, stages_per_rank)
