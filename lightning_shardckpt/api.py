@@ -112,21 +112,8 @@ def save_async(
     """Save like ``save``, but return when the state is copied to host memory; a thread writes and commits it.
 
     Collective: every rank of ``process_group`` must call it, with the same path. Saves the values at the time of the
-    call. Waits until the save before is written. The process does not exit before all saves are
-    written, and loads wait for them.
-
-    Args:
-        path: a directory that does not exist yet or is empty; with ``overwrite``, also a checkpoint.
-        state: the state to save; see ``save``.
-        overwrite: replace an existing checkpoint, which can be loaded until the new one is complete.
-        prefix: prepended to the names of parameters and buffers.
-        size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        sync_files: make the checkpoint durable before it counts as complete.
-        replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
-            rank's.
-        process_group: the ranks that save together; by default all, or this process alone without
-            ``torch.distributed``.
-        storage_options: for URLs, by fsspec's names; see ``ShardCkptIO``.
+    call. Waits until the save before is written. The process does not exit before all saves are written, and loads wait
+    for them. The arguments are those of ``save``.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. If it is not awaited, the next

@@ -8,13 +8,12 @@ not have written.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
@@ -56,19 +55,18 @@ class ProofCallback(Callback):
         files = self._plan.path(f"{self._plan.name}/files")
         set_default_root_dir(trainer, files)
         trainer.loggers = [_StandInLogger(files) for _ in trainer.loggers]
-        self._redirect_saves(trainer)
+        self._take_last_place(trainer)
 
-    def _redirect_saves(self, trainer: pl.Trainer) -> None:
-        for number, callback in enumerate(trainer.checkpoint_callbacks):
-            if isinstance(callback, ModelCheckpoint):
-                callback.dirpath = self._plan.path(f"saves/{number}")  # which it compares at a resume
+    def _take_last_place(self, trainer: pl.Trainer) -> None:
+        """Save the effects of all other callbacks, except those that save: their files would be those of one run."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+        others = [callback for callback in callbacks if not isinstance(callback, Checkpoint | ProofCallback)]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer is self._trainer and stage == "fit":
-            self._redirect_saves(trainer)  # of callbacks that the module has configured, too
-            others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # last, so that it saves their effects
+            self._take_last_place(trainer)  # the module may have configured callbacks
 
     @override
     def on_train_batch_end(
@@ -79,8 +77,6 @@ class ProofCallback(Callback):
         self._batches += 1
         if self._batches == self._plan.middle:
             self._save(trainer, "middle.ckpt")
-            if trainer.is_global_zero and os.path.isdir(saves := self._plan.path("saves")):
-                shutil.copytree(saves, self._plan.path("middle-saves"), symlinks=True)
         if self._batches == self._plan.last:
             if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # which ask any CheckpointIO
                 trainer.strategy.checkpoint_io = ShardCkptIO()  # so that values can be compared by name

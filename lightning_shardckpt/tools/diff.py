@@ -1,6 +1,6 @@
 """Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``. No torch.
 
-They may have different topologies. Every tensor is read from both a window at a time, verified, digested and compared.
+They may have different topologies. Every tensor is read from both a window at a time, verified and compared.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy
-import xxhash
 from numpy.typing import NDArray
 
 from lightning_shardckpt.format.index import Component, TensorSpec
@@ -44,9 +42,9 @@ def diff(
 ) -> dict[str, Any]:
     """Return the differences of two checkpoints, as values that JSON can hold.
 
-    ``tensors`` has the tensors that are different (with the digests of both, the ``largest`` difference of an element,
-    and the same ``relative`` to the largest element), changed in dtype or shape, removed or added. ``values`` has the
-    other values of the trainer, the optimizers and each rank, by name.
+    ``tensors`` has the tensors that are different (with the ``largest`` difference of an element, and the same
+    ``relative`` to the largest element), changed in dtype or shape, removed or added. ``values`` has the other values
+    of the trainer, the optimizers and each rank, by name.
 
     Args:
         a: a checkpoint.
@@ -125,10 +123,18 @@ class _Pair(NamedTuple):
     specs: tuple[TensorSpec | None, TensorSpec | None]
 
     @property
-    def nbytes(self) -> int:
-        """The bytes to compare; 0 if dtypes or shapes differ, or a checkpoint lacks the tensor."""
+    def kind(self) -> str:
+        """The list of the report to which the tensor belongs without a look at its values: "same" or a difference."""
         a, b = self.specs
-        return bytes_in(a.shape, a.dtype) if a is not None and _describe(a) == _describe(b) else 0
+        if a is None or b is None:
+            return "added" if a is None else "removed"
+        return "same" if (a.dtype, a.shape) == (b.dtype, b.shape) else "changed"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes to compare."""
+        spec = self.specs[0]
+        return bytes_in(spec.shape, spec.dtype) if spec is not None and self.kind == "same" else 0
 
 
 def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
@@ -143,34 +149,26 @@ def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterat
                 yield _Pair(component, name, keys, (a.tensors.get(keys[0] or ""), b.tensors.get(keys[1] or "")))
 
 
-def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
-    return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-
 def _compare(
     pair: _Pair, readers: Sequence[WindowReader], advance: Callable[[int], Any]
 ) -> tuple[str, dict[str, Any]]:
     """Return the list of the report that a tensor belongs to, and its entry there. Reads a window of each at a time."""
-    a, b = map(_describe, pair.specs)
-    if a is None or b is None:
-        return ("removed", a) if a is not None else ("added", b or {})
-    if a != b:
-        return "changed", {"a": a, "b": b}
-    hashers, distance = (xxhash.xxh3_64(), xxhash.xxh3_64()), TensorDistance()
+    a, b = ({} if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in pair.specs)
+    if pair.kind != "same":
+        return pair.kind, {"a": a, "b": b} if pair.kind == "changed" else a or b
+    is_same, largest, magnitude = True, 0.0, 0.0
     streams = [reader.read(pair.component, key or "") for reader, key in zip(readers, pair.keys, strict=True)]
     for first, second in zip(*streams, strict=True):
-        hashers[0].update(first)
-        hashers[1].update(second)
-        distance.add(first, second, a["dtype"])
+        is_same = is_same and first == second
+        for one, size in _distances(first, second, str(a["dtype"])):
+            largest, magnitude = max(largest, one), max(magnitude, size)
         advance(len(first))
-    digests = [hasher.hexdigest() for hasher in hashers]
-    if digests[0] == digests[1]:
+    if is_same:
         return "same", {}
-    largest = distance.largest if isfinite(distance.largest) else None  # JSON has no infinity
-    return "different", {**a, "digests": digests, "largest": largest, "relative": distance.relative}
+    known = isfinite(largest)  # JSON has no infinity
+    relative = largest / magnitude if known and magnitude else None
+    return "different", {**a, "largest": largest if known else None, "relative": relative}
 
-
-# ── distance ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _NUMPY = {
     "F64": "f8",
@@ -184,50 +182,31 @@ _NUMPY = {
 _AT_ONCE = 1 << 18  # elements: as doubles they still fit into a cache
 
 
-def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
-    """Return the elements of a tensor as an array of equal values; bfloat16 becomes float32.
+def _distances(first: memoryview, second: memoryview, dtype: str) -> Iterator[tuple[float, float]]:
+    """Yield, for parts of a window, the largest difference of elements, and the largest finite element of the first.
 
-    >>> numbers(memoryview(bytes([0x80, 0x3F])), "BF16").tolist()
-    [1.0]
+    The difference is infinite where an element is infinite or NaN on one side, and for 8-bit floats, which numpy lacks.
     """
+    if dtype.startswith("F8_"):
+        yield inf if first != second else 0.0, 0.0
+        return
+    step, kind = _AT_ONCE * DTYPE_BYTES[dtype], numpy.complex128 if dtype.startswith("C") else numpy.float64
+    with numpy.errstate(all="ignore"):  # for NaNs, and differences that overflow
+        for begin in range(0, len(first), step):
+            a, b = (_numbers(data[begin : begin + step], dtype).astype(kind) for data in (first, second))
+            sizes = numpy.abs(a)
+            apart = numpy.where(a == b, 0.0, numpy.abs(b - a))
+            apart[numpy.isnan(apart)] = inf
+            apart[numpy.isnan(a) & numpy.isnan(b)] = 0.0
+            yield float(apart.max(initial=0.0)), float(sizes.max(initial=0.0, where=numpy.isfinite(sizes)))
+
+
+def _numbers(data: memoryview, dtype: str) -> NDArray[Any]:
+    """Return the elements of a tensor as an array of equal values; bfloat16 becomes float32."""
     if dtype == "BF16":
         bits: NDArray[numpy.uint32] = numpy.frombuffer(data, numpy.uint16).astype(numpy.uint32) << numpy.uint32(16)
         return bits.view(numpy.float32)
     return numpy.frombuffer(data, f"<{_NUMPY[dtype]}")
-
-
-@dataclass(slots=True)
-class TensorDistance:
-    """The largest difference of elements of two tensors of one dtype, over windows.
-
-    Attributes:
-        largest: the difference; infinite where an element is infinite or NaN on one side, and for 8-bit floats.
-        magnitude: of the largest finite element of the first tensor.
-    """
-
-    largest: float = 0.0
-    magnitude: float = 0.0
-
-    def add(self, first: memoryview, second: memoryview, dtype: str) -> None:
-        """Add a window of both tensors."""
-        if dtype.startswith("F8_"):  # numpy has no 8-bit floats
-            self.largest = inf if first != second else self.largest
-            return
-        step, kind = _AT_ONCE * DTYPE_BYTES[dtype], numpy.complex128 if dtype.startswith("C") else numpy.float64
-        with numpy.errstate(all="ignore"):  # for NaNs, and differences that overflow
-            for begin in range(0, len(first), step):
-                a, b = (numbers(data[begin : begin + step], dtype).astype(kind) for data in (first, second))
-                sizes = numpy.abs(a)
-                self.magnitude = max(self.magnitude, float(sizes.max(initial=0.0, where=numpy.isfinite(sizes))))
-                apart = numpy.where(a == b, 0.0, numpy.abs(b - a))
-                apart[numpy.isnan(apart)] = inf
-                apart[numpy.isnan(a) & numpy.isnan(b)] = 0.0
-                self.largest = max(self.largest, float(apart.max(initial=0.0)))
-
-    @property
-    def relative(self) -> float | None:
-        """The largest difference divided by the largest element; None if it is not finite or there is no element."""
-        return self.largest / self.magnitude if self.magnitude and isfinite(self.largest) else None
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,22 +223,19 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         own = [t for t in tensors["different"] if t["component"] == component]
         own.sort(key=lambda t: (-inf if t["relative"] is None else -t["relative"], t["name"]))  # the largest first
         sizes = [["" if t[k] is None else f"{t[k]:.3g}" for k in ("largest", "relative")] for t in own]
-        cells = [(t["name"], t["dtype"], shape_text(t["shape"]), *two) for t, two in zip(own, sizes, strict=True)]
+        rows = [(t["name"], t["dtype"], shape_text(t["shape"]), *two) for t, two in zip(own, sizes, strict=True)]
         header = (f"{component}: differs", "dtype", "shape", "largest", "relative")
-        blocks.append(table(header, cells, header[3:], limit=limit))
-    others = [
-        (t["name"], _cell(sides["a"]), _cell(sides["b"]), kind)
-        for kind in ("changed", "removed", "added")
-        for t in tensors[kind]
-        for sides in [{"changed": t, "removed": {"a": t, "b": None}, "added": {"a": None, "b": t}}[kind]]
-    ]
+        blocks.append(table(header, rows, header[3:], limit=limit))
+    others = [(t["name"], _spec_text(t["a"]), _spec_text(t["b"]), "changed") for t in tensors["changed"]]
+    others += [(t["name"], _spec_text(t), _ABSENT, "removed") for t in tensors["removed"]]
+    others += [(t["name"], _ABSENT, _spec_text(t), "added") for t in tensors["added"]]
     blocks += [table(("tensor", "A", "B", ""), others, limit=limit)] if others else []
     counts = [f", {len(tensors[kind]):,} {kind}" for kind in _DIFFERENCES if tensors[kind]]
     return "\n\n".join([*blocks, f"{count_text(tensors['same'], 'tensor')} the same{''.join(counts)}"])
 
 
-def _cell(spec: dict[str, Any] | None) -> str:
-    return _ABSENT if spec is None else f"{spec['dtype']} {shape_text(spec['shape'])}"
+def _spec_text(spec: dict[str, Any]) -> str:
+    return f"{spec['dtype']} {shape_text(spec['shape'])}"
 
 
 def _cut(text: str | None) -> str:

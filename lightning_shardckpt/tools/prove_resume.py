@@ -113,8 +113,8 @@ def prove_resume(
     """Run a training straight, and resumed from its middle, and compare the ends of both runs.
 
     The script is unchanged: its first ``fit`` gets a callback that saves, and ends the process after the last step, so
-    that no code after it runs. Files of its ModelCheckpoints and in ``default_root_dir`` go to the folder of the proof;
-    its loggers write nothing. Other files that the script writes are written twice.
+    that no code after it runs. Files in ``default_root_dir`` go to the folder of the proof; its loggers write nothing,
+    and callbacks that save checkpoints are left out. Other files that the script writes are written twice.
 
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.
@@ -139,9 +139,6 @@ def prove_resume(
         raise ValueError(f"{folder} is not empty; give a folder that is")
     plan = RunPlan(str(folder), middle, steps)
     run_command(command, plan, timeout_s)
-    for before, after in (("saves", "straight/saves"), ("middle-saves", "saves")):
-        if os.path.exists(plan.path(before)):
-            os.rename(plan.path(before), plan.path(after))
     run_command([*command, *resumed_args], replace(plan, name="resumed"), timeout_s)
     report = compare_ends(plan)
     if output is None and report.equal:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -90,10 +89,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.element_size())
-
-
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -110,8 +105,6 @@ def test_every_changed_tensor_is_found_with_the_size_of_the_change(saved: Path) 
     assert different.keys() == KINDS.keys() - {*SAME, "none"}
     for name, one in different.items():
         before, after = drawn(name, False), drawn(name, True)
-        expected = [xxhash.xxh3_64_hexdigest(bits(tensor).numpy().tobytes()) for tensor in (before, after)]
-        assert one["digests"] == expected, name
         if before.dtype in FLOAT8:
             assert (one["largest"], one["relative"]) == (None, None), name
             continue
