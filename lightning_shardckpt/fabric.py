@@ -58,7 +58,7 @@ from lightning_shardckpt.strategy.fabric_modules import (
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
-from lightning_shardckpt.strategy.user_steps import FunctionStep
+from lightning_shardckpt.strategy.user_steps import StepCall
 from lightning_shardckpt.system.threads import drain_all
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
@@ -249,7 +249,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert sharded.pipeline is not None
         pipeline, train, factor = sharded.pipeline, torch.is_grad_enabled(), scaler_factor(self.precision)
         steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale)
-        user_step = FunctionStep(step, pipeline, batch, train=train)
+        user_step = StepCall("the step function", step, pipeline, batch, train=train)
         self._running, self._stepped = sharded, None
         try:
             with disable_backward_guard() if pipeline.backward_early else nullcontext():

@@ -74,7 +74,6 @@ from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
-    StepContext,
     TrainerSteps,
     adopt_optimizers,
     clip_shards,
@@ -82,6 +81,7 @@ from lightning_shardckpt.strategy.steps import (
     unscale_shards,
     with_mean_loss,
 )
+from lightning_shardckpt.strategy.user_steps import StepContext
 from lightning_shardckpt.system.memory import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
@@ -108,26 +107,6 @@ def assigned_path(trainer: pl.Trainer) -> str | os.PathLike[str] | None:
     Relies on ``_CheckpointConnector._user_managed``, which the setter of ``Trainer.ckpt_path`` sets.
     """
     return trainer.ckpt_path if trainer._checkpoint_connector._user_managed else None
-
-
-def is_lightning_keyword(path: object) -> bool:
-    """Return whether Lightning resolves a path itself: ``"hpc"``, or a model of its registry (``"registry:…"``)."""
-    return path == "hpc" or (isinstance(path, str) and re.match("registry(:|$)", path, re.IGNORECASE) is not None)
-
-
-def resolve_keyword(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
-    """Resolve a keyword of Lightning to a path: the newest ``hpc_ckpt_*``, or the file of a downloaded model.
-
-    Relies on ``_CheckpointConnector._parse_ckpt_path``, which without ``litmodels`` returns registry keywords
-    unchanged.
-
-    Raises:
-        ValueError: by Lightning, if there is none.
-    """
-    function = trainer.state.fn
-    assert function is not None
-    connector = trainer._checkpoint_connector
-    return connector._parse_ckpt_path(function, word, model_provided=True, model_connected=True)
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:

@@ -1,18 +1,16 @@
-"""Resolution of the words that ``ckpt_path`` may have, so that the rest of a run sees paths.
+"""Resolution of ``ckpt_path="last"``, so that the rest of a run sees a path.
 
-For ``"last"``, Lightning takes the ``last*`` file with the newest modification time, complete or not, and nothing if it
-is a broken link. Here it is the complete checkpoint with the highest step in the callbacks' directories; ``"best"`` is
-the best complete one. A warning lists incomplete checkpoints that were skipped. ``"hpc"``, a requeued SLURM job and
-``"registry:…"`` are resolved as in Lightning. Rank 0 resolves, for all ranks.
+Lightning takes the ``last*`` file with the newest modification time, complete or not, and nothing if it is a broken
+link. Here it is the complete checkpoint with the highest step in the callbacks' directories, as rank 0 sees them; a
+warning lists those that were skipped. Other words (``"best"``, ``"hpc"``, ``"registry:…"``) are left to Lightning.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from glob import escape, iglob
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,24 +19,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shardckpt.compat.lightning_trainer import (
-    ScriptLauncher,
-    assigned_path,
-    is_lightning_keyword,
-    resolve_keyword,
-)
+from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, assigned_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.sources.open_source import find_dcp_directory
 from lightning_shardckpt.sources.torch_save import leaves_out_frozen
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
 
 
 class ResolvingLauncher(ScriptLauncher):
-    """Starts missing processes, and resolves words in ``ckpt_path`` before Lightning sees them.
+    """Starts missing processes, and resolves ``ckpt_path`` before Lightning sees it.
 
     A single process starts no others, and sets no ``LOCAL_RANK`` in the environment: the next Trainer and child
     processes would take it for a rank of this run. So a single process may be a notebook.
@@ -60,17 +54,13 @@ class ResolvingLauncher(ScriptLauncher):
     @property
     def is_interactive_compatible(self) -> bool:
         """True if a notebook may be one of the processes."""
-        return self._starts_none
-
-    @property
-    def _starts_none(self) -> bool:
         return self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Call a Trainer's function in all processes."""
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
-        if self._starts_none:
+        if self.is_interactive_compatible:
             return self._resolve_and_call(trainer, function, call)
         return super().launch(self._resolve_and_call, trainer, function, call, trainer=trainer)
 
@@ -110,71 +100,48 @@ def needs_weights(trainer: pl.Trainer, path: str | None) -> bool:
 
 
 def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any) -> Any:
-    """Return the path for ``"last"``, ``"best"`` or None if there are checkpoints; else ``ckpt_path``.
+    """Return the path for ``"last"`` if there are checkpoints; else ``ckpt_path``.
 
-    None means "hpc" in a requeued SLURM job. With an OnExceptionCheckpoint it means "last" among its checkpoint and
-    those named ``last*``.
-
-    Args:
-        trainer: with the callbacks that save.
-        ckpt_path: the user's argument.
+    In a fit with an OnExceptionCheckpoint, None means "last" among its checkpoint and those named ``last*``, unless
+    Lightning has another path: an assigned ``trainer.ckpt_path``, or that of a requeued SLURM job.
 
     Raises:
-        CheckpointNotFoundError: if there are checkpoints, but no complete one; for a model of the registry that was not
-            downloaded.
-        ValueError: by Lightning, for "hpc" without a checkpoint.
+        CheckpointNotFoundError: if there are checkpoints, but no complete one.
     """
-    if ckpt_path is None and assigned_path(trainer) is not None:
-        return None
-    if ckpt_path is None and SLURMEnvironment.detect():
-        with suppress(ValueError):  # by Lightning, if the job was not requeued
-            return _ask_lightning(trainer, "hpc")
-    if is_lightning_keyword(ckpt_path):
-        return _ask_lightning(trainer, str(ckpt_path))
     fitting = trainer.state.fn == TrainerFn.FITTING
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     implied = ckpt_path is None and fitting and bool(savers)
-    if ckpt_path not in ("last", "best") and not implied:
+    if ckpt_path != "last" and not (implied and assigned_path(trainer) is None and not _is_requeued(trainer)):
         return ckpt_path
-    storage, word = _storage_of(trainer), ckpt_path or "last"
-    paths = _list_best(trainer) if word == "best" else _list_saved(trainer, savers, implied, storage)
-    return _choose(word, (_inspect(path, storage, fitting) for path in paths)) or ckpt_path
+    storage, is_incomplete = _storage_of(trainer), False
+    complete, skipped = list[tuple[int, str]](), list[str]()
+    for path in _list_saved(trainer, savers, implied, storage):
+        try:
+            complete.append((_read_step(path, storage, fitting), path))
+        except (ShardCkptError, OSError) as error:
+            skipped.append(f"{path!r}: {error}")
+            is_incomplete = is_incomplete or not _is_foreign(path)
+    if is_incomplete and not complete:
+        raise CheckpointNotFoundError(f'ckpt_path="last": no checkpoint is complete: {"; ".join(skipped)}')
+    if skipped:
+        rank_zero_warn(f'ckpt_path="last" skips checkpoints that are not complete: {list_some(skipped, between="; ")}')
+    if not complete:
+        return ckpt_path
+    step, path = max(complete)
+    rank_zero_info(f'ckpt_path="last" is {path!r} at step {step}')
+    return path
 
 
-def _ask_lightning(trainer: pl.Trainer, word: str) -> str:
-    """Return the path to which Lightning resolves a word.
-
-    Raises:
-        CheckpointNotFoundError: for a model of the registry that was not downloaded.
-        ValueError: by Lightning, for "hpc" without a checkpoint.
-    """
-    path = resolve_keyword(trainer, word)
-    if path == word and not os.path.lexists(word):
-        raise CheckpointNotFoundError(
-            f"ckpt_path={word!r} is a model of Lightning's registry, which needs the package litmodels: install it, or "
-            "pass the path of a checkpoint"
-        )
-    assert path is not None
-    return os.fspath(path)
+def _is_requeued(trainer: pl.Trainer) -> bool:
+    """Return True if Lightning finds a checkpoint that a requeued SLURM job has saved."""
+    saved = iglob(os.path.join(escape(str(trainer.default_root_dir)), "hpc_ckpt_*"))
+    return SLURMEnvironment.detect() and any(saved)
 
 
 def _storage_of(trainer: pl.Trainer) -> StorageRouter:
     """Return the storage of ShardCkptIO, with the user's options."""
     storage = getattr(trainer.strategy.checkpoint_io, "storage", None)
     return storage if isinstance(storage, StorageRouter) else StorageRouter(storage)
-
-
-# ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _list_best(trainer: pl.Trainer) -> list[str]:
-    """Return the checkpoints of the first ModelCheckpoint, best first."""
-    callback = trainer.checkpoint_callback
-    if not isinstance(callback, ModelCheckpoint) or not callback.best_model_path:
-        return []
-    scores = {path: float(score) for path, score in callback.best_k_models.items()}
-    others = sorted(scores, key=scores.__getitem__, reverse=callback.mode == "max")
-    return [callback.best_model_path, *(path for path in others if path != callback.best_model_path)]
 
 
 def _list_saved(
@@ -206,66 +173,32 @@ def _exists(path: str, storage: StorageRouter) -> bool:
 
 
 def _list_directory(directory: str, storage: StorageRouter) -> Iterable[str]:
-    """Yield the checkpoints in a directory.
+    """Return the checkpoints in a directory.
 
     In an object store only complete ones, since an interrupted save leaves its parts at the path of the checkpoint.
     """
     if is_url(directory):
-        yield from (url for url in storage.remote(directory).list_complete(directory) if url.endswith(_SUFFIX))
-    elif os.path.isdir(directory):
-        with os.scandir(directory) as entries:
-            yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX))
+        return [url for url in storage.remote(directory).list_complete(directory) if url.endswith(_SUFFIX)]
+    names = os.listdir(directory) if os.path.isdir(directory) else ()
+    return [os.path.join(directory, name) for name in names if name.endswith(_SUFFIX)]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A path with the step of its checkpoint, or the problem with it.
-
-    ``ours``: the checkpoint has this package's format. If it is incomplete, a run must not start from scratch.
-    """
-
-    path: str
-    step: int = -1
-    problem: str | None = None
-    ours: bool = True
+def _is_foreign(path: str) -> bool:
+    """Return True for a file or directory of another program, which does not keep a first run from starting."""
+    return os.path.isfile(path) or find_dcp_directory(path) is not None
 
 
-def _inspect(path: str, storage: StorageRouter, fitting: bool) -> Candidate:
-    if not is_url(path) and not os.path.exists(path) and os.path.islink(path):
-        return Candidate(path, problem="a link to nothing")
-    if os.path.isfile(path) or find_dcp_directory(path) is not None:
-        return Candidate(path, problem="not of lightning-shardckpt, so it is resumed only from its path", ours=False)
-    try:
-        with Checkpoint(storage, path) as checkpoint:
-            has_optimizers = any(name.startswith("optimizer-state-dist-") for name in checkpoint.root.documents)
-            light = None if has_optimizers or not fitting else "it holds weights only, and training needs more"
-            return Candidate(path, checkpoint.root.step or 0, light)
-    except (ShardCkptError, OSError) as error:
-        return Candidate(path, problem=str(error))
-
-
-def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
-    """Return the path of the first complete candidate for "best", of the highest step for "last"; warn of the others.
+def _read_step(path: str, storage: StorageRouter, fitting: bool) -> int:
+    """Return the step of a complete checkpoint from which a run can resume.
 
     Raises:
-        CheckpointNotFoundError: if there are checkpoints of this package, but no complete one.
+        ShardCkptError: with the reason, for another path.
     """
-    skipped, complete = list[Candidate](), list[Candidate]()
-    for candidate in candidates:
-        (complete if candidate.problem is None else skipped).append(candidate)
-        if complete and word == "best":
-            break  # the rest have worse scores
-    chosen = None
-    if complete:
-        chosen = max(complete, key=lambda one: (one.step, one.path)) if word == "last" else complete[0]
-    if chosen is not None and word == "last":
-        skipped = [one for one in skipped if not 0 <= one.step < chosen.step]  # would not be chosen anyway
-    listed = "; ".join(f"{one.path!r}: {one.problem}" for one in skipped)
-    if chosen is None and any(one.ours for one in skipped):
-        raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
-    if skipped:
-        rank_zero_warn(f'ckpt_path="{word}" skips checkpoints that are not complete: {listed}')
-    if chosen is None:
-        return None
-    rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
-    return chosen.path
+    if not is_url(path) and not os.path.exists(path):
+        raise CheckpointNotFoundError("a link to nothing")
+    if _is_foreign(path):
+        raise CheckpointNotFoundError("not of lightning-shardckpt, so it is resumed only from its path")
+    with Checkpoint(storage, path) as checkpoint:
+        if fitting and not any(name.startswith("optimizer-state-dist-") for name in checkpoint.root.documents):
+            raise CheckpointNotFoundError("it holds weights only, and training needs more")
+        return checkpoint.root.step or 0

@@ -8,7 +8,7 @@ precision plugins, which see the gradients of one rank, unscale and clip by the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_statistics
-from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
+from lightning_shardckpt.strategy.user_steps import StepCall, StepContext, lightning_step
 from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
 
 
@@ -52,7 +52,7 @@ class PipelinedSteps:
         self._assumed_scale = torch.ones(())
         self._received_scales: list[Tensor] = []
 
-    def training_step(self, step: LightningStep | FunctionStep) -> Any:
+    def training_step(self, step: StepCall) -> Any:
         """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output."""
         if self._pipeline.backward_early:
             with self._set_gradients_aside():
@@ -98,7 +98,7 @@ class PipelinedSteps:
         self._gradients.clear()
         self._received_scales.clear()
 
-    def run(self, step: LightningStep | FunctionStep, scale: Tensor | None = None) -> Any:
+    def run(self, step: StepCall, scale: Tensor | None = None) -> Any:
         """Run a step of an evaluation, or with a scale also its backward passes."""
         if scale is not None:
             self._assumed_scale = scale
@@ -138,9 +138,6 @@ class _CatchScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.received.append(grad.detach())
         return torch.zeros_like(grad), None, None
-
-
-StepContext = Callable[[], AbstractContextManager[Any]]
 
 
 class TrainerSteps:
@@ -234,9 +231,9 @@ class TrainerSteps:
         with context():
             return self.sharded.run(step)
 
-    def _step(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LightningStep:
+    def _step(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
         assert self.sharded.pipeline is not None
-        return LightningStep(self._module, self.sharded.pipeline, name, context, args, kwargs)
+        return lightning_step(self._module, self.sharded.pipeline, name, context, args, kwargs)
 
     def reshard(self) -> None:
         """Free parameters that FSDP2 has gathered, if the module applies FSDP2 itself. No communication."""

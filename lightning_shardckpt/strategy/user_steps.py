@@ -2,16 +2,14 @@
 
 A step is a method of a LightningModule or a function of a script. The last stage reports its output and its changes of
 the module to all ranks; for a LightningModule also logged values, changes of param groups, and a request to stop.
-Direct calls of the Trainer's loggers are recorded, and repeated once, on rank zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +25,126 @@ from lightning_shardckpt.parallel.pipeline.placeholder import first_placeholder,
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
 
+StepContext = Callable[[], AbstractContextManager[Any]]
 _HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The output and the side effects of a step, which all ranks must know."""
+
+    output: Any
+    changes: list[Change]
+    log_calls: list[_LogCall]
+    trainer: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+class StepCall:
+    """One call of a user's step, as a `UserStep` of the pipeline.
+
+    Args:
+        name: of the step, for messages.
+        step: runs it on a batch.
+        pipeline: the stages over which it runs.
+        batch: the whole batch.
+        train: True if a backward follows.
+        lightning: repeats effects on the Trainer, for a step of a LightningModule.
+
+    Attributes:
+        drew: True if an undone run drew from a random generator in an attribute.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[Any], Any],
+        pipeline: PipelineRunner,
+        batch: Any,
+        *,
+        train: bool,
+        lightning: TrainerEffects | None = None,
+    ) -> None:
+        self.name, self.batch, self.train, self.drew = name, batch, train, False
+        self._step, self._pipeline, self._lightning = step, pipeline, lightning
+        self._modules = pipeline.common
+        self._start = ModuleSnapshot(self._modules)
+        self._latest: ModuleSnapshot | None = self._start  # None if modules may have changed since
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        """Run the step on a part of the batch; undo the changes in modules of a run without a ``share``."""
+        with nullcontext() if self._lightning is None else self._lightning.of_run(share):
+            if share is not None:
+                self._latest = None
+                return self._step(batch)
+            snapshot = self._latest = self._latest or ModuleSnapshot(self._modules)
+            try:
+                return self._step(batch)
+            finally:
+                self.drew = snapshot.restore() or self.drew
+
+    def loss(self, output: Any) -> Tensor | None:
+        """Return the loss in an output of the step."""
+        return _get_loss(self.name, output)
+
+    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
+        """Return the effects of the step on the last stage.
+
+        Raises:
+            UnsupportedCodeError: if it has registered a metric, which other stages don't have.
+        """
+        before = set(map(id, self._modules.values()))
+        for module in self._pipeline.common.values():
+            if id(module) not in before and isinstance(module, Metric):
+                raise UnsupportedCodeError(
+                    f"{self.name} registers a metric, {type(module).__name__}, while it runs over the stages of a "
+                    "pipeline. Make it in __init__, or in a hook such as on_train_epoch_start."
+                )
+        output = _encode(f"the result of {self.name}", _merge_outputs(self.name, outputs))
+        if self._lightning is None:
+            return StepReport(output, self._start.changes(), [], {}, [])
+        return StepReport(output, self._start.changes(), *self._lightning.report())
+
+    def apply_report(self, report: StepReport, device: torch.device, *, is_source: bool) -> Any:
+        """Repeat the side effects of the last stage on this rank, log its values, and return its output."""
+        if not is_source:
+            self._start.apply(report.changes, device)
+        if self._lightning is not None:
+            self._lightning.repeat(report, is_source=is_source)
+        return from_portable(report.output, device)
+
+
+def lightning_step(
+    module: pl.LightningModule,
+    pipeline: PipelineRunner,
+    name: str,
+    context: StepContext,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StepCall:
+    """Return one call of a step method of a LightningModule, which runs in ``context``.
+
+    Raises:
+        UnsupportedCodeError: for a step that takes an iterator of batches.
+    """
+    key = next(iter(kwargs), None)  # the batch is first, or by its name if the step has keyword-only arguments
+    batch = args[0] if args else kwargs[key] if key else None
+    if isinstance(batch, Iterator):
+        raise UnsupportedCodeError(
+            f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
+            "must take the batch itself: use the arguments (batch, batch_idx)."
+        )
+
+    def step(part: Any) -> Any:
+        run = getattr(module, name)
+        with context():
+            return run(part, *args[1:], **kwargs) if args else run(**kwargs | ({key: part} if key else {}))
+
+    train = name == "training_step"
+    return StepCall(name, step, pipeline, batch, train=train, lightning=TrainerEffects(module, name, context))
+
+
+# ── effects on the Trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,155 +163,73 @@ class _LogCall:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The output and the side effects of a step, which all ranks must know."""
+class TrainerEffects:
+    """The effects of one step of a LightningModule on its Trainer: logged values, param groups, a request to stop."""
 
-    output: Any
-    log_calls: list[_LogCall]
-    logger_calls: list[LoggerCall]
-    changes: list[Change]
-    should_stop: bool
-    clipping: tuple[Any, Any]
-    hyperparameters: list[dict[str, Any]]
-
-
-class _SideEffects:
-    """Undoes or keeps the changes that runs of a step make in modules.
-
-    Attributes:
-        start: the snapshot at the start of the step.
-        drew: True if an undone run drew from a random generator in an attribute.
-    """
-
-    def __init__(self, pipeline: PipelineRunner) -> None:
-        self._pipeline, self._modules = pipeline, pipeline.common
-        self.start, self.drew = ModuleSnapshot(self._modules), False
-        self._latest: ModuleSnapshot | None = self.start  # None if modules may have changed since
+    def __init__(self, module: pl.LightningModule, name: str, context: StepContext) -> None:
+        self._module, self._name, self._context = module, name, context
+        self._log_calls: list[_LogCall] = []
 
     @contextmanager
-    def of_run(self, *, counts: bool) -> Iterator[None]:
-        """Keep the changes of a run that counts, and undo those of another one."""
-        if counts:
-            self._latest = None
-            yield
-            return
-        snapshot = self._latest = self._latest or ModuleSnapshot(self._modules)
+    def of_run(self, share: float | None) -> Iterator[None]:
+        """Record calls of ``log`` instead of executing them, or discard them if ``share`` is None; refuse loggers."""
+        counts: dict[str, int] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if share is None:
+                return
+            metric = self._metric_name(name, value, args, kwargs, share) if isinstance(value, Metric) else None
+            kwargs.pop("metric_attribute", None)
+            number = counts[name] = counts.get(name, -1) + 1
+            encoded = _encode(f"the value logged as {name!r}", None if metric else value)
+            self._log_calls.append(_LogCall(name, number, encoded, metric, args, kwargs, share))
+
+        trainer = self._module.trainer
+        loggers, self._module.__dict__["log"] = trainer.loggers, log
+        trainer.loggers = [_NoLogger()] * len(loggers)  # type: ignore[list-item]  # refuses every use
         try:
             yield
         finally:
-            self.drew = snapshot.restore() or self.drew
+            trainer.loggers = loggers
+            del self._module.__dict__["log"]
 
-    def changes(self, name: str) -> list[Change]:
-        """Return the changes of the step, given by name, on the last stage, for `ModuleSnapshot.apply`.
-
-        Raises:
-            UnsupportedCodeError: if it has registered a metric, which other stages don't have.
-        """
-        before = set(map(id, self._modules.values()))
-        for module in self._pipeline.common.values():
-            if id(module) not in before and isinstance(module, Metric):
-                raise UnsupportedCodeError(
-                    f"{name} registers a metric, {type(module).__name__}, while it runs over the stages of a pipeline. "
-                    "Make it in __init__, or in a hook such as on_train_epoch_start."
-                )
-        return self.start.changes()
-
-
-class FunctionStep:
-    """One call of a script's step function, as a `UserStep`."""
-
-    name = "the step function"
-
-    def __init__(self, step: Callable[[Any], Any], pipeline: PipelineRunner, batch: Any, *, train: bool) -> None:
-        self.batch, self.train = batch, train
-        self._step, self._effects = step, _SideEffects(pipeline)
-
-    @property
-    def drew(self) -> bool:
-        return self._effects.drew
-
-    def run(self, batch: Any, share: float | None) -> Any:
-        with self._effects.of_run(counts=share is not None):
-            return self._step(batch)
-
-    def loss(self, output: Any) -> Tensor | None:
-        return _get_loss(self.name, output)
-
-    def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
-        output = _encode("the result of the step function", _merge_outputs(self.name, outputs))
-        return output, self._effects.changes(self.name)
-
-    def apply_report(self, report: tuple[Any, list[Change]], device: torch.device, *, is_source: bool) -> Any:
-        """Repeat the side effects of the last stage on this rank, and return the output."""
-        output, changes = report
-        if not is_source:
-            self._effects.start.apply(changes, device)
-        return from_portable(output, device)
-
-
-class LightningStep:
-    """One call of a step method of a LightningModule, as a `UserStep`."""
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: PipelineRunner,
-        name: str,
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.name, self.train = name, name == "training_step"
-        self._module, self._context, self._effects = module, context, _SideEffects(pipeline)
-        self._log_calls: list[_LogCall] = []
-        self._logger_calls: list[LoggerCall] = []
-        # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
-        self._args, self._kwargs = args, kwargs
-        self._key = next(iter(kwargs), None)
-        self.batch = args[0] if args else kwargs[self._key] if self._key else None
-        if isinstance(self.batch, Iterator):
+    def _metric_name(
+        self, name: str, value: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], share: float
+    ) -> str:
+        """Return the name of a logged metric in the module; ``args`` are (prog_bar, logger, on_step, …)."""
+        metric: str | None = next((n for n, m in self._module.named_modules() if m is value), None)
+        if metric is None:
             raise UnsupportedCodeError(
-                f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
-                "must take the batch itself: use the arguments (batch, batch_idx)."
+                f"{self._name} logs a metric as {name!r} that is no attribute of the module: make it one"
             )
+        on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
+        if share < 1 and (self._name == "training_step" if on_step is None else on_step):
+            raise UnsupportedCodeError(
+                f"{self._name} logs the metric object {metric!r} for each step, but with the losses of "
+                "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
+                'Pipeline(loss="batch").'
+            )
+        return metric
 
-    @property
-    def drew(self) -> bool:
-        return self._effects.drew
+    def report(self) -> tuple[list[_LogCall], dict[str, Any], list[dict[str, Any]]]:
+        """Return the recorded calls, and the numbers that a step may change, of the Trainer and in param groups."""
+        names = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm")
+        state = {name: getattr(self._module.trainer, name) for name in names}
+        groups = [{k: v for k, v in g.items() if isinstance(v, int | float | tuple)} for g in self._param_groups()]
+        return self._log_calls, state, groups
 
-    def run(self, batch: Any, share: float | None) -> Any:
-        args, kwargs = self._args, self._kwargs
-        if args:
-            args = (batch, *args[1:])
-        elif self._key:
-            kwargs = {**kwargs, self._key: batch}
-        with self._effects.of_run(counts=share is not None), self._context(), self._record_logs(share):
-            return getattr(self._module, self.name)(*args, **kwargs)
-
-    def loss(self, output: Any) -> Tensor | None:
-        return _get_loss(self.name, output)
-
-    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
+    def _param_groups(self) -> list[dict[str, Any]]:
         trainer = self._module.trainer
-        return StepReport(
-            output=_encode("the result of the step", _merge_outputs(self.name, outputs)),
-            log_calls=self._log_calls,
-            logger_calls=self._logger_calls,
-            changes=self._effects.changes(self.name),
-            should_stop=trainer.should_stop,
-            clipping=(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
-            hyperparameters=_get_hyperparameters(trainer),
-        )
+        optimizers = trainer.optimizers if trainer.state.fn == TrainerFn.FITTING else []
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
 
-    def apply_report(self, report: StepReport, device: torch.device, *, is_source: bool) -> Any:
-        """Log the values and repeat the side effects of the last stage on this rank, and return the output."""
+    def repeat(self, report: StepReport, *, is_source: bool) -> None:
+        """Log the values of the last stage on this rank, and set the numbers of its Trainer."""
         if not is_source:
-            self._effects.start.apply(report.changes, device)
-            trainer = self._module.trainer
-            trainer.should_stop = report.should_stop
-            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = report.clipping
-            _set_hyperparameters(self._module.trainer, report.hyperparameters)
+            for group, numbers in zip(self._param_groups(), report.groups, strict=False):
+                group.update(numbers)
+            for attribute, number in report.trainer.items():
+                setattr(self._module.trainer, attribute, number)
         by_name: dict[tuple[str, int], list[_LogCall]] = {}
         for call in report.log_calls:
             decoded = replace(call, value=from_portable(call.value, _HOST))
@@ -206,53 +241,19 @@ class LightningStep:
             size = {"batch_size": sum(sizes)} if sizes else {}
             with self._context():  # it may set the dtype in which numbers become tensors
                 self._module.log(name, value, *first.args, **{**first.kwargs, **size})
-        for logger_call in report.logger_calls:
-            logger_call.repeat(self._module.trainer.loggers, device)
-        return from_portable(report.output, device)
 
-    @contextmanager
-    def _record_logs(self, share: float | None) -> Iterator[None]:
-        """Record calls of ``log`` and of loggers instead of executing them; discard them if ``share`` is None."""
-        counts: dict[str, int] = {}
 
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if share is None:
-                return
-            metric = None
-            if isinstance(value, Metric):
-                metric = next((n for n, m in self._module.named_modules() if m is value), None)
-                if metric is None:
-                    raise UnsupportedCodeError(
-                        f"{self.name} logs a metric as {name!r} that is no attribute of the module: make it one"
-                    )
-                if self._is_logged_per_step(args, kwargs) and share < 1:
-                    raise UnsupportedCodeError(
-                        f"{self.name} logs the metric object {metric!r} for each step, but with the losses of "
-                        "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
-                        'Pipeline(loss="batch").'
-                    )
-                value = None
-            kwargs.pop("metric_attribute", None)
-            number = counts[name] = counts.get(name, -1) + 1
-            value = _encode(f"the value logged as {name!r}", value)
-            self._log_calls.append(_LogCall(name, number, value, metric, args, kwargs, share))
+class _NoLogger:
+    """Stands for a logger of the Trainer in a step that runs several times, on all stages."""
 
-        def record(call: LoggerCall) -> None:
-            if share is not None:
-                args, kwargs = _encode("the arguments of a logger call", (call.args, call.kwargs))
-                self._logger_calls.append(LoggerCall(call.path, args, kwargs))
+    def __getattribute__(self, name: str) -> NoReturn:
+        raise UnsupportedCodeError(
+            f"a step over the stages of a pipeline uses a logger of the Trainer ({name}), but it runs several times: "
+            "use self.log, or write to the logger in a hook such as on_train_batch_end"
+        )
 
-        self._module.__dict__["log"] = log
-        try:
-            with record_loggers(self._module.trainer, record):
-                yield
-        finally:
-            del self._module.__dict__["log"]
 
-    def _is_logged_per_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if arguments of ``log`` (prog_bar, logger, on_step, …) ask for a value per step."""
-        on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
-        return self.train if on_step is None else bool(on_step)
+# ── values of microbatches ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _get_loss(name: str, output: Any) -> Tensor | None:
@@ -335,79 +336,3 @@ def _encode(name: str, value: Any) -> Any:
     if placeholder is not None:
         raise leak_error(name, placeholder)
     return to_portable(tree_map(_detach, value))
-
-
-def _get_hyperparameters(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Return the numbers in all param groups, which a step may change."""
-    if trainer.state.fn != TrainerFn.FITTING:
-        return []
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [{k: v for k, v in group.items() if isinstance(v, int | float | tuple)} for group in groups]
-
-
-def _set_hyperparameters(trainer: pl.Trainer, hyperparameters: list[dict[str, Any]]) -> None:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    for group, values in zip(groups, hyperparameters, strict=False):
-        group.update(values)
-
-
-@dataclass(frozen=True, slots=True)
-class LoggerCall:
-    """One call of a method of a logger, or of its experiment.
-
-    ``path`` is the index of the logger, then names of attributes, and keys in lists of one.
-    """
-
-    path: tuple[Any, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def repeat(self, loggers: Sequence[Any], device: torch.device) -> None:
-        """Call the method of the logger, with tensors on ``device``."""
-        number, *keys = self.path
-        target = loggers[number]
-        for key in keys:
-            target = target[key[0]] if isinstance(key, list) else getattr(target, key)
-        args, kwargs = from_portable((self.args, self.kwargs), device)
-        target(*args, **kwargs)
-
-
-@contextmanager
-def record_loggers(trainer: pl.Trainer, record: Callable[[LoggerCall], None]) -> Iterator[None]:
-    """Pass calls of methods of the Trainer's loggers to ``record`` instead. Other attributes can be read."""
-    loggers = trainer.loggers
-    if not loggers:
-        yield
-        return
-    trainer.loggers = [_Recorder(logger, (n,), record) for n, logger in enumerate(loggers)]  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
-
-
-class _Recorder:
-    """Stands for a logger, its experiment, or another object or method in an attribute of them."""
-
-    def __init__(self, target: Any, path: tuple[Any, ...], record: Callable[[LoggerCall], None]) -> None:
-        self.__dict__.update(_target=target, _path=path, _record=record)
-
-    @property  # type: ignore[misc]  # so that isinstance works as for the target
-    def __class__(self) -> type:
-        return type(self._target)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._wrap(getattr(self.__dict__["_target"], name), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._wrap(self._target[key], [key])
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._record(LoggerCall((*self._path, "__setitem__"), (key, value), {}))
-
-    def _wrap(self, value: Any, key: Any) -> Any:
-        is_plain = type(value).__module__ == "builtins" or isinstance(value, PurePath | Tensor)
-        return value if is_plain and not callable(value) else _Recorder(value, (*self._path, key), self._record)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._record(LoggerCall(self._path, args, kwargs))

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric, MetricCollection
@@ -391,48 +389,3 @@ def test_training_over_stages_equals_one_process(name: str, trained: dict[Any, l
         assert rank.metrics == ranks[0].metrics
         assert rank.metrics == pytest.approx(alone.metrics, rel=0, abs=1e-6)  # torchmetrics sums in float32
         assert rank.more == alone.more
-
-
-# ── loggers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Lines(DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[str, float, int | None]] = []
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Lines:  # type: ignore[override]  # the dummy has one of its own
-        return self
-
-    def add_scalar(self, name: str, value: Any, step: int) -> None:
-        self.lines.append((name, float(value), step))
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.extend((name, value, step) for name, value in metrics.items())
-
-
-class Writes(Plain):
-    def training_step(self, batch: Any, index: int) -> Any:
-        self.logger.experiment.add_scalar("before", index, self.global_step)  # type: ignore[union-attr]
-        loss = self.loss(batch)
-        self.logger.experiment.add_scalar("loss", loss.detach(), step=self.global_step)  # type: ignore[union-attr]
-        self.loggers[0].log_metrics({"twice": 2 * loss.item()})
-        return loss
-
-
-def written(strategy: dict[str, Any] | str) -> list[Any]:
-    pl.seed_everything(7, verbose=False)
-    run = trainer(strategy, max_epochs=1, logger=(lines := Lines()), limit_val_batches=0, use_distributed_sampler=False)
-    run.fit(Writes().double())
-    return lines.lines
-
-
-def test_what_a_step_writes_to_a_logger_is_written_once_on_rank_zero() -> None:
-    (expected,) = run_ranks(1, written, "auto", init_process_group=False)
-    found, nothing = run_ranks(2, written, {"pipeline_parallel_size": 2})
-    assert nothing == [] and len(expected) == 9
-    assert [line[::2] for line in found] == [line[::2] for line in expected]
-    torch.testing.assert_close([line[1] for line in found], [line[1] for line in expected])

@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
@@ -22,7 +24,7 @@ from tests.support.pipes import WIDTH, Layer, Plain
 from tests.support.pool import run_ranks, selected
 from tests.support.tiny import full_state, trainer
 
-TOGETHER = 9  # cases in the same processes, one after another, before a run that is not refused
+TOGETHER = 10  # cases in the same processes, one after another, before a run that is not refused
 BY_MICROBATCH = {"pipeline": Pipeline(loss="microbatch")}
 ONE_F_ONE_B = {"pipeline": Pipeline(loss="microbatch", schedule="1f1b")}
 
@@ -112,6 +114,16 @@ class Metered(Plain):
         self.mean(loss)
         self.log("mean", self.mean, on_step=True, on_epoch=True)
         return loss
+
+
+class Writes(Plain):
+    def on_fit_start(self) -> None:
+        self.trainer.loggers = [DummyLogger()]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if isinstance(self.logger, CSVLogger):
+            raise AssertionError
+        return super().training_step(batch, index)
 
 
 class AddedUp(Plain):  # scalars that layers add up: microbatches give other ones than the batch
@@ -222,6 +234,7 @@ QUICK = {
     "all_reduce": Case(Reduces, ("all_reduce", "inside a pipelined step", "self.all_gather", "sync_dist=True")),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", "doesn't have", "Pipeline(modules=")),
     "noise": Case(Noise, ("draws random numbers", 'Pipeline(loss="microbatch")', "microbatches=1")),
+    "logger": Case(Writes, ("uses a logger of the Trainer", "use self.log")),
     "batch norm": Case(BatchNorm, ("layers.0.norm is a batch norm", "Pipeline(microbatches=1)")),
     "other data": Case(RankData, ("different batches for training_step", "distributed_sampler_kwargs")),
     "no layers": Case(NoLayers, ("NoLayers has no list of layers", "Pipeline(layers=["), kinds=("TopologyError",)),

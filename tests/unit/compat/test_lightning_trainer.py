@@ -16,7 +16,7 @@ from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -98,15 +98,6 @@ def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: s
     asks = Asks("setup", compat.assigned_path)
     trainer(tmp_path, asks, max_steps=2).test(BoringModel(), ckpt_path=saved, verbose=False)
     assert asks.found == [None]  # what a call was given does not count
-
-
-def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
-    run = trainer(tmp_path)
-    run.state.fn = TrainerFn.FITTING
-    with pytest.raises(ValueError, match="hpc"):
-        compat.resolve_keyword(run, "hpc")
-    (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
-    assert compat.resolve_keyword(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
 
 
 class Freezes(BaseFinetuning):
@@ -254,11 +245,6 @@ def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
     assert found.hparams["size"] == 5 and torch.equal(found.layer.weight, weights["layer.weight"])
     with pytest.raises(RuntimeError, match=r"layer\.bias"):
         compat.construct_module(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
-
-
-def test_words_of_lightning_are_known() -> None:
-    words = ["hpc", "registry", "registry:net:version:v2", "last", "a/registry:net", None, Path("hpc")]
-    assert [compat.is_lightning_keyword(word) for word in words] == [True] * 3 + [False] * 4
 
 
 def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
