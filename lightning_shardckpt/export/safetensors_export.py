@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import IO
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, StateError
 from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, Options, WholeFile, plan_conversion, write
@@ -27,7 +29,7 @@ from lightning_shardckpt.format.safetensors_header import (
 from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, PEFT
-from lightning_shardckpt.state.peft import Adapter, adapters_from_json
+from lightning_shardckpt.state.peft import adapters_from_json
 from lightning_shardckpt.storage.posix import rename_with_flag, write_at
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote_storage import RemoteStorage
@@ -51,74 +53,57 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
         FormatError: naming a tensor that safetensors cannot hold.
     """
     export, selected = Export([]), options.select(stored)
-    tensors, ties = _model_tensors(stored, selected, options, export)
+    if "model" not in stored.table:
+        raise ValueError("the checkpoint has no model")
+    table, ties = selected.table["model"], selected.aliases.get("model", {})
+    model = None
+    if options.format == "huggingface":
+        model = hf_directory.pick_model(stored.document("huggingface"), [*table, *ties])
+        if model is None:
+            export.notes.append("there is no config.json: the checkpoint has no record of a model of transformers")
+    if model is not None:
+        tensors, ties = _hugging_face_tensors(stored, [*table, *ties], model, options, export), {}
+    else:
+        tensors = [_output(name, one, options.output_dtype(one.spec.dtype)) for name, one in table.items()]
+    if not tensors:
+        raise ValueError("no tensor of the model is left to write")
+    if other_state := sorted(selected.document("model") or ()):
+        listed = list_some([*map(repr, other_state)], 5)
+        export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
     _add_files("model", tensors, ties, options, export, stored)
     if options.has_optimizer:
         if (document := selected.document("optimizer")) is None:
             raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
-        table = selected.table.get("optimizer", {})  # by <n>/<name>/<state>
-        _add_files("optimizer", [_output(key, table[key]) for key in table], {}, options, export, stored)
+        moments = selected.table.get("optimizer", {})  # by <n>/<name>/<state>
+        _add_files("optimizer", [_output(key, moments[key]) for key in moments], {}, options, export, stored)
         export.documents[OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
-
-
-# ── tensors and their names ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _output(name: str, stored: StoredTensor, dtype: str | None = None) -> OutputTensor:
     return OutputTensor(name, dtype or stored.spec.dtype, stored.spec.shape, (stored.component, stored.key))
 
 
-def _model_tensors(
-    stored: Source, selected: Source, options: Options, export: Export
-) -> tuple[list[OutputTensor], Mapping[str, str]]:
-    """Return the tensors of the model, and its ties: further name -> name under which the tensor is written."""
-    if "model" not in stored.table:
-        raise ValueError("the checkpoint has no model")
-    table, ties = selected.table["model"], selected.aliases.get("model", {})
-    tensors = [_output(name, one, options.output_dtype(one.spec.dtype)) for name, one in table.items()]
-    if other_state := sorted(selected.document("model") or ()):
-        listed = list_some([*map(repr, other_state)], 5)
-        export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
-    if options.format == "huggingface":
-        model = hf_directory.pick_model(stored.document("huggingface"), [*table, *ties])
-        if model is not None:
-            for name in (*stored.table["model"], *stored.aliases.get("model", ())):
-                if (new := options.mapping(name)) not in (name, None):
-                    raise ValueError(
-                        f"from_pretrained takes the weights of {model.recorded['class']} by their names: for format "
-                        f"'huggingface', key_mapping can leave {name!r} out, but not rename it to {new!r}"
-                    )
-            tensors, ties = _hugging_face_tensors(stored, [*table, *ties], model, options, export), {}
-        else:
-            export.notes.append(
-                "the checkpoint has no record of a model of transformers, so there is no config.json, and tensors have "
-                "their names in the checkpoint"
-            )
-    if not tensors:
-        raise ValueError("no tensor of the model is left to write")
-    return tensors, ties
-
-
 def _hugging_face_tensors(
     stored: Source, names: Iterable[str], model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
     """Return the tensors that ``from_pretrained`` expects, and add the configs to the documents of the export."""
-    component = stored.components()["model"]
+    component, kind = stored.components()["model"], model.recorded["class"]
+    for name in component.names:
+        if (new := options.mapping(name)) not in (name, None):
+            raise ValueError(
+                f"from_pretrained takes the weights of {kind} by their names: for format 'huggingface', key_mapping "
+                f"can leave {name!r} out, but not rename it to {new!r}"
+            )
     if outside := [name for name in names if not name.startswith(model.prefix)]:
-        listed = list_some([*map(repr, outside)], 5)
-        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {listed}")
-    keys = {name: component.aliases.get(name, name) for name in names}
+        export.notes.append(f"not of the {kind}, and not in the output: {list_some([*map(repr, outside)], 5)}")
+    keys = {name: component.names[name] for name in names}
     tensors = list(model.tensors(keys, component, options.output_dtype, refuses_adapters=True))
-    counts = Counter(tensor.name for tensor in tensors)
-    if twice := [name for name, count in counts.items() if count > 1]:
+    if twice := [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]:
         raise ValueError(f"two tensors would be called {twice[0]!r}")
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.documents |= model.files(next(floating, None), options.dtype is not None)
     return tensors
-
-
-# ── adapters ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | None = None) -> Export:
@@ -132,37 +117,24 @@ def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | N
     Raises:
         FormatError: if the checkpoint has no such adapter, or only a part of it.
     """
-    export, component = Export([]), stored.components().get("model", Component({}))
-    keys = component.names
-    for selected in _select_adapters(stored, adapter, prefix):
-        folder = "" if selected.name == (adapter or "default") else f"{selected.name}/"
-        names = selected.names(keys.keys())
-        if not any(".lora_" in name or name.startswith("lora_") for name in names):
-            raise FormatError(
-                f"checkpoint {stored.path!r} has no tensors of adapter {selected.name!r} below {selected.prefix!r}"
-            )
-        specs = ((name, keys[own], component.tensors[keys[own]]) for name, own in names.items())
-        tensors = [OutputTensor(name, spec.dtype, spec.shape, ("model", key)) for name, key, spec in specs]
-        planned = plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)
-        export.files.append(_whole_file(stored, planned))
-        export.documents[folder + ADAPTER_CONFIG] = selected.config.encode()
-    return export
-
-
-def _select_adapters(stored: Source, adapter: str | None, prefix: str | None) -> list[Adapter]:
-    where, document = f"checkpoint {stored.path!r}", stored.document("peft")
+    export, where, document = Export([]), f"checkpoint {stored.path!r}", stored.document("peft")
     if document is None:
-        raise FormatError(
-            f"{where} has no adapters of PEFT: it has no {PEFT}, which is saved with a module that PEFT wrapped"
-        )
+        raise FormatError(f"{where} has no adapters of PEFT: no {PEFT}, which is saved with a module that PEFT wrapped")
     adapters = adapters_from_json(document)
     selected = [a for a in adapters if adapter in (None, a.name) and prefix in (None, a.prefix)]
-    listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
-    if not selected:
-        raise FormatError(f"{where} has no adapter {adapter!r} of a model {prefix or 'any'!r}; it has {listed}")
-    if len({a.prefix for a in selected}) > 1:
-        raise FormatError(f"{where} has adapters of several models, {listed}: choose one with prefix")
-    return selected
+    if len({a.prefix for a in selected}) != 1:
+        listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
+        raise FormatError(f"{where} has no adapter {adapter or ''!r} of exactly one model {prefix!r}: it has {listed}")
+    keys = stored.components().get("model", Component({})).names
+    for one in selected:
+        folder = "" if one.name == (adapter or "default") else f"{one.name}/"
+        names = one.names(keys.keys())
+        if not any(".lora_" in name or name.startswith("lora_") for name in names):
+            raise FormatError(f"{where} has no tensors of adapter {one.name!r} below {one.prefix!r}")
+        tensors = [_output(name, stored.table["model"][keys[live]]) for name, live in names.items()]
+        export.files.append(_whole_file(stored, plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)))
+        export.documents[folder + ADAPTER_CONFIG] = one.config.encode()
+    return export
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,21 +143,28 @@ def _select_adapters(stored: Source, adapter: str | None, prefix: str | None) ->
 def _add_files(
     stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export, stored: Source
 ) -> None:
-    """Add the files of a model or an optimizer to an export, and their index if there may be several."""
-    if options.files == "chunks":
-        groups = group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
-        names = name_chunks(stem, len(groups))
-    elif options.files == "one_file":
-        groups, names = [tensors], [f"{stem}.safetensors"]
-    else:
+    """Add the files of a model or an optimizer to an export, and their index if there may be several.
+
+    Args:
+        stem: of the files' names.
+        tensors: to write.
+        ties: names under which tensors are written, by further names, for the metadata.
+        options: of the export.
+        export: to add to.
+        stored: the checkpoint.
+    """
+    if options.files == "one_file_per_tensor":
         groups = [[tensor] for tensor in tensors]
         names = [name_tensor_file(stem, tensor.name) for tensor in tensors]
+    else:
+        limit = int(options.chunk_mb * MB) if options.files == "chunks" else sys.maxsize
+        groups = group_by_size(tensors, limit) or [[]]
+        names = name_chunks(stem, len(groups))
     files = []
     for name, group in zip(names, groups, strict=True):
-        group_names = {tensor.name for tensor in group}
-        group_ties = {name: written for name, written in ties.items() if written in group_names and name != "format"}
-        metadata = {**_FORMAT, **dict([WRITER]), **group_ties}
-        files.append(plan_file(name, group, metadata))
+        written = {tensor.name for tensor in group}
+        group_ties = {name: of for name, of in ties.items() if of in written and name != "format"}
+        files.append(plan_file(name, group, {**_FORMAT, **dict([WRITER]), **group_ties}))
     export.files += [_whole_file(stored, file) for file in files]
     if len(files) > 1 or options.files == "one_file_per_tensor":
         export.documents[f"{stem}.safetensors.index.json"] = build_index(files)
@@ -239,12 +218,18 @@ def export_beside(path: str, storage: Storage) -> list[str]:
             export = plan_safetensors(stored, Options(format="huggingface"))
         except ValueError as error:
             raise StateError(str(error)) from None
-        new_folder = _directory(path, check_current)
-        if isinstance(store, RemoteStorage):
-            new_folder = _objects(store, path, check_current)
         try:
-            with new_folder as create:
-                write(stored, export, create)
+            if isinstance(store, RemoteStorage):
+                with _objects(store, path, check_current) as create:
+                    write(stored, export, create)
+            else:
+
+                def rename(new: str, target: str, flag: int) -> bool:
+                    check_current()
+                    return rename_with_flag(new, target, flag)
+
+                with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True, rename) as (create, _):
+                    write(stored, export, create)
         except FileNotFoundError:
             check_current()
             raise
@@ -252,37 +237,31 @@ def export_beside(path: str, storage: Storage) -> list[str]:
 
 
 @contextmanager
-def _directory(path: str, check: Callable[[], None]) -> Iterator[NewFile]:
-    """Yield a function that creates a file of the export; at the end, ``check``, and let all appear at once."""
-
-    def rename(new: str, target: str, flag: int) -> bool:
-        check()
-        return rename_with_flag(new, target, flag)
-
-    with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True, rename) as (create, _):
-        yield create
-
-
-@contextmanager
 def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iterator[NewFile]:
-    """Yield a function as `_directory` does. transformers reads the folder once its last object is there."""
-    last: list[bytes] = []
+    """Yield a function that creates an object of the export; at the end, ``check``, and put the config.
 
-    @contextmanager
-    def create(name: str) -> Iterator[int]:
-        with tempfile.TemporaryFile() as file:
-            yield file.fileno()
-            file.seek(0)
+    transformers reads the folder once the config is there.
+    """
+    with tempfile.TemporaryFile() as config:
+
+        @contextmanager
+        def create(name: str) -> Iterator[int]:
             if name == CONFIG:
-                last.append(file.read())
-            else:
-                store.add(path, f"{EXPORT_FOLDER}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+                yield config.fileno()
+                return
+            with tempfile.TemporaryFile() as file:
+                yield file.fileno()
+                put(name, file)
 
-    try:
-        yield create
-        check()
-        store.add(path, f"{EXPORT_FOLDER}/{CONFIG}", last)
-    except BaseException:
-        with suppress(OSError):
-            store.remove_export(path)
-        raise
+        def put(name: str, file: IO[bytes]) -> None:
+            file.seek(0)
+            store.add(path, f"{EXPORT_FOLDER}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+
+        try:
+            yield create
+            check()
+            put(CONFIG, config)
+        except BaseException:
+            with suppress(OSError):
+                store.remove_export(path)
+            raise

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import zipfile
-from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,6 @@ def plan_torch(source: Source, options: Options) -> Export:
         ValueError: if names collide, or an option matches no tensor.
     """
     source, make = options.select(source), fake_tensors()
-    components = source.components()
     stored = dict[int, tuple[torch.Tensor, Region]]()  # by id of the fake tensor: it, and its bytes
 
     def record(component: str, key: str) -> torch.Tensor:
@@ -57,14 +56,16 @@ def plan_torch(source: Source, options: Options) -> Export:
         return decode(value, refuse_tensor, makes_configs=False)
 
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    if "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1:
+    model = source.components().get("model")
+    if model is not None and len({spec.holders for spec in model.tensors.values()}) > 1:  # pipeline stages
         for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
     plain = PlainValues()
     checkpoint = plain.convert(_restore_keys(checkpoint, options.mapping))
-    tensors = {id(tensor): tensor for tensor in _tensors_in(checkpoint)}
-    regions = [stored[key][1] if key in stored else _region_of(tensor) for key, tensor in tensors.items()]
+    regions = list[Region]()
+    for key, tensor in {id(tensor): tensor for tensor in _tensors_in(checkpoint)}.items():
+        regions.append(stored[key][1] if key in stored else Region(0, tensor.nbytes, host_bytes(tensor)))
     notes = []
     if plain.changed:
         listed = list_some(plain.changed, between="\n  ")
@@ -88,17 +89,9 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a value in the order in which they are pickled. They have storages of their own."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _region_of(tensor: torch.Tensor) -> Region:
-    content = host_bytes(tensor)
-    return Region(0, len(content), content)
 
 
 def _find_records(file: int, regions: list[Region]) -> list[int]:
@@ -161,79 +154,59 @@ def sort_by_layer(params: list[str]) -> list[str]:
 
 _VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
 _MAX_INT_BITS = 2000  # weights_only=True reads no integer of 256 bytes or more
-_LOADABLE = (type(None), bool, float, str, complex, bytes)  # exactly these classes, not subclasses
+_LOADABLE = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device)
+_CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)  # like the others: exactly these classes, not subclasses
 
 
 class PlainValues:
     """Converts values to types that ``torch.load`` reads by default; ``changed`` describes the values that differ.
 
-    Paths, dates, ranges and other objects become text; frozensets become sets, deques lists, namespaces dicts, and
-    numpy arrays tensors. Values that the checkpoint lacks are left out; in a list, None replaces them.
+    Subclasses of containers become the containers, frozensets sets, deques lists, numpy arrays tensors, and all other
+    objects text. Values that the checkpoint lacks are left out; in a list, None replaces them.
     """
 
     def __init__(self) -> None:
         self.changed: list[str] = []
 
     def convert(self, value: Any, path: str = "") -> Any:
-        """Return a value converted to types that ``weights_only=True`` allows."""
+        """Return a value converted to types that ``weights_only=True`` allows; containers are copied."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return _with_own_storage(value)
-        if kind in _LOADABLE or isinstance(value, torch.dtype | torch.device):
+        if kind in _LOADABLE or (kind is int and value.bit_length() < _MAX_INT_BITS):
             return value
-        if kind is int and value.bit_length() < _MAX_INT_BITS:
-            return value
+        if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
+            return self.convert(number, path)
+        if isinstance(value, Dropped):
+            reason = "as it is pickled" if isinstance(value, Pickled) else "as it was when the checkpoint was saved"
+            self.changed.append(f"{path}: left out, {reason}: {value.type_name}")
+            return None
+        new: Any = str(value)
         if isinstance(value, dict):
-            return self._mapping(value, path)
-        if isinstance(value, list | tuple | deque):
-            items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
-            kept = [None if self._is_dropped(*item) else self.convert(*item) for item in items]
-            return kind(kept) if kind in (list, tuple) else self._record(kept, value, path)
-        if isinstance(value, set | frozenset):
-            items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
-            members = [self._key(*item) for item in items if not self._is_dropped(*item)]
-            self._record_merged(len(members) - len({*members}), path)
-            return {*members} if kind is set else self._record({*members}, value, path)
-        if isinstance(value, Namespace):
-            return self._record(self._mapping(vars(value), path), value, path)
-        if kind.__module__ == "numpy":
-            new = _from_numpy(value)
-            return self._record(new, value, path) if value.shape else new
-        return self._record(str(value), value, path)
-
-    def _key(self, value: Any, path: str) -> Any:
-        """Return a converted value that is hashable."""
-        key = self.convert(value, path)
-        return self._record(str(value), value, path) if isinstance(key, set) else key
-
-    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
-        kept: dict[Any, Any] = {}
-        for key, item in value.items():
-            where = f"{path}/{key}" if path else str(key)
-            if not self._is_dropped(item, where):
-                new_key = self._key(key, where)
-                self._record_merged(int(new_key in kept), path)
-                kept[new_key] = self.convert(item, where)
-        if type(value) not in (Counter, OrderedDict):
-            return kept
-        new = type(value)(kept)
-        if (versions := vars(value).get(_VERSIONS)) is not None:  # a module's state dict
-            vars(new)[_VERSIONS] = self.convert(versions, f"{path}/{_VERSIONS}")
+            new = {} if kind not in _CONTAINERS else kind()
+            for key, item in value.items():
+                where = f"{path}/{key}" if path else str(key)
+                key, plain = self._member(key, where), self.convert(item, where)
+                if not isinstance(item, Dropped):
+                    new[key] = plain
+            if (versions := getattr(value, _VERSIONS, None)) is not None:  # a module's state dict
+                vars(new)[_VERSIONS] = self.convert(versions, f"{path}/{_VERSIONS}")
+        elif isinstance(value, list | tuple | deque):
+            items = [self.convert(item, f"{path}/{i}") for i, item in enumerate(value)]
+            new = kind(items) if kind in _CONTAINERS else items
+        elif isinstance(value, set | frozenset):
+            new = {self._member(item, path) for item in value if not isinstance(item, Dropped)}
+        elif isinstance(value, np.ndarray):
+            with suppress(TypeError, ValueError):  # torch has no dtype for it
+                new = torch.tensor(np.ascontiguousarray(value))
+        if type(new) is not kind:
+            self.changed.append(f"{path}: {kind.__name__} became {type(new).__name__}")
         return new
 
-    def _is_dropped(self, item: Any, where: str) -> bool:
-        if isinstance(item, Dropped):
-            reason = "as it is pickled" if isinstance(item, Pickled) else "as it was when the checkpoint was saved"
-            self.changed.append(f"{where}: left out, {reason}: {item.type_name}")
-        return isinstance(item, Dropped)
-
-    def _record_merged(self, count: int, path: str) -> None:
-        if count:
-            self.changed.append(f"{path}: {count} of it left out, since others have become the same")
-
-    def _record(self, new: Any, old: Any, path: str) -> Any:
-        self.changed.append(f"{path}: {type(old).__name__} became {type(new).__name__}")
-        return new
+    def _member(self, value: Any, path: str) -> Any:
+        """Return a converted key or member of a set; text for one that can't be hashed any more."""
+        new = self.convert(value, path)
+        return str(value) if isinstance(new, set) else new
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,13 +214,3 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     dtype_name(tensor, "beside the model and the optimizers")  # raises an error for one without plain memory
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _from_numpy(value: Any) -> Any:
-    """Return a tensor for an array, or a number; of lower precision, as lists, if torch has no dtype of its width."""
-    value = np.array(value, value.dtype.newbyteorder("="), order="C")
-    try:
-        tensor = torch.from_numpy(value)
-    except TypeError:
-        return value.astype("c16" if value.dtype.kind == "c" else "f8").tolist()
-    return tensor if value.shape else value.item()

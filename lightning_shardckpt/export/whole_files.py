@@ -27,12 +27,17 @@ Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIZE_PER_SHARD = 5000.0
 """Default size of chunks in MB."""
+_PARTS = {"split 'chunks'", "split 'one_file_per_tensor'"}
+_REFUSED = {
+    "torch": _PARTS,
+    "safetensors": set[str](),
+    "huggingface": {"split 'one_file_per_tensor'", "optimizer"},
+    "peft": {*_PARTS, "optimizer", "dtype", "key_mapping", "overwrite"},
+}
 
 OPTIMIZER = "optimizer.json"
 WRITER = ("writer", "lightning-shardckpt")
 """Metadata of every safetensors file of an export that may replace an earlier one."""
-_SUFFIXES = (".safetensors", ".safetensors.index.json")
-_WRITTEN_LAST = (_SUFFIXES[1], CONFIG)
 _WRITER_ENTRY, _HEAD_BYTES = '"{}":"{}"'.format(*WRITER).encode(), 4096  # the metadata come first in a header
 
 
@@ -66,29 +71,12 @@ class Options:
             if value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(str(c) for c in choices if c)}, got {value!r}")
         object.__setattr__(self, "mapping", KeyMapping.of(self.key_mapping))
-        self._check()
-
-    def _check(self) -> None:
-        format, split, size = self.format, self.split, self.size_per_shard
-        if format == "torch" and split not in (None, "one_file"):
-            raise ValueError(f"split {split!r} is for safetensors: a file for torch.load is one file")
-        if format == "huggingface" and split == "one_file_per_tensor":
-            raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
-        if format == "huggingface" and self.optimizer:
-            raise ValueError(
-                "a Hugging Face directory has no optimizer; export the optimizer with format 'safetensors' or 'torch'"
-            )
-        if format == "peft" and (split is not None or self.optimizer):
-            raise ValueError("PEFT reads one file for each adapter, without an optimizer")
-        if size is not None and self.files != "chunks":
-            raise ValueError("size_per_shard is for split 'chunks'")
-        if size is not None and not size > 0:
-            raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
-        if format == "peft" and (self.dtype is not None or not self.mapping.is_empty or self.overwrite):
-            raise ValueError(
-                "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype and no "
-                "key_mapping; and it replaces nothing, so choose a path where nothing is"
-            )
+        names = ("optimizer", "dtype", "key_mapping", "overwrite")
+        given = {f"split {self.split!r}", *(name for name in names if getattr(self, name))}
+        if refused := sorted(given & _REFUSED[self.format]):
+            raise ValueError(f"format {self.format!r} takes no {' and no '.join(refused)}")
+        if self.size_per_shard is not None and not (self.files == "chunks" and self.size_per_shard > 0):
+            raise ValueError(f"size_per_shard is a positive size in MB for split 'chunks', got {self.size_per_shard}")
 
     @property
     def files(self) -> Split:
@@ -175,7 +163,7 @@ def write(
     *,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Write all files of an export; the one that completes it is written last.
+    """Write all files of an export, the config last.
 
     Args:
         stored: the checkpoint.
@@ -193,7 +181,7 @@ def write(
     for planned in export.files:
         with create(planned.name) as file:
             fill(file, [*planned.begin(file)], stored, advance, tuning=tuning)
-    for name in sorted(export.documents, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
+    for name in sorted(export.documents, key=lambda name: name == CONFIG):
         with create(name) as file:
             write_at(file, memoryview(export.documents[name]), 0)
 
@@ -215,16 +203,14 @@ def plan_conversion(stored: str, written: str) -> DtypeConversion | None:
 
 def is_replaceable(directory: str) -> bool:
     """Return True if a directory is empty, or an earlier export wrote all its files."""
-    names = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
-    others = {os.path.join(directory, name) for name in (*CONFIGS, OPTIMIZER)}
-    if not all(name in others or name.endswith(_SUFFIXES) for name in names):
-        return False
-    tensor_files = [name for name in names if name.endswith(_SUFFIXES[0])]
-    return all(map(_was_exported, tensor_files)) if tensor_files else not names
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    documents = {os.path.join(directory, name) for name in (*CONFIGS, OPTIMIZER)}
+    others = [path for path in paths if path not in documents and not path.endswith(".safetensors.index.json")]
+    return bool(others or not paths) and all(map(_was_exported, others))
 
 
 def _was_exported(path: str) -> bool:
-    """Return True if the metadata of a safetensors file name an export as its writer."""
+    """Return True if a file is of safetensors, whose metadata name an export as its writer."""
     with open(path, "rb") as file:
         start = file.read(8 + _HEAD_BYTES)
     return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]
