@@ -19,7 +19,7 @@ from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, entries_of
+from lightning_shardckpt.state.documents import ValueInfo, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
@@ -130,7 +130,7 @@ def metadata(
         description = checkpoint.metadata
         if not values:
             return description
-        return replace(description, values={name: entry.info for name, entry in checkpoint.entries().items()})
+        return replace(description, values={name: ValueInfo.of(value) for name, value in checkpoint.entries().items()})
 
 
 def load_keys(
@@ -167,7 +167,7 @@ def load_keys(
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
         for key in names:
-            yield key, checkpoint[key][...] if key in checkpoint else decode_entry(entries[key])
+            yield key, checkpoint[key][...] if key in checkpoint else _decoded(entries[key])
 
 
 def open(
@@ -265,19 +265,19 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             return Metadata(tensors)
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
-    def entries(self, names: Sequence[str] | None = None) -> dict[str, DocumentEntry]:
-        """Return the entries of documents by name.
+    def entries(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the values of documents by name, as tagged JSON.
 
         With ``names``, only documents that may contain one of them are read.
         """
         documents = self._source.root.documents if self._source.root is not None else ()
         ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
-        entries: dict[str, DocumentEntry] = {}
+        entries: dict[str, Any] = {}
         for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
             if names is None or any(_may_have(role, rank, name) for name in names):
-                for name, entry in entries_of(role, self._document(role, rank), rank).items():
+                for name, value in entries_of(role, self._document(role, rank), rank).items():
                     if name not in self._tensors:  # a tensor's name takes precedence
-                        entries.setdefault(name, entry)
+                        entries.setdefault(name, value)
         return entries
 
     def _document(self, role: str, rank: int) -> Any:
@@ -318,11 +318,10 @@ def _may_have(role: str, rank: int, name: str) -> bool:
     return start == role if start in _PREFIXES else role not in _PREFIXES
 
 
-def decode_entry(entry: DocumentEntry) -> Any:
-    """Return the value of a document's entry."""
+def _decoded(value: Any) -> Any:
     from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
 
-    return decode_small(entry.value)
+    return decode_small(value)
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:

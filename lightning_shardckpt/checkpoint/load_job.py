@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -16,7 +15,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.open_source import LiveState
-from lightning_shardckpt.sources.reading import ReadTarget, are_equal, plan_reads
+from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, local_tensor, new_like
@@ -203,8 +202,7 @@ class LoadJob:
     def _compare_optimizers(self, match: Match, groups: Groups) -> list[str]:
         """Match the optimizers; return the differences."""
         document, live = self._source.document("optimizer"), self._live.optimizers or ()
-        same, alike, dtypes = match.same_tensor(), partial(are_equal, self._source, "optimizer"), match.dtypes()
-        reshaped, differences = match.reshaped(), list[str]()
+        same, dtypes, reshaped, differences = match.same_tensor(), match.dtypes(), match.reshaped(), list[str]()
         for name in sorted(reshaped) if not self._live.has_model else ():
             differences.append(f"{name}  has another shape in the checkpoint, and so has its state in optimizers")
         if len(document) != len(live):
@@ -219,7 +217,10 @@ class LoadJob:
                 continue
             names = self._live.names
             load = OptimizerLoad(number, optimizer, stored, names, same, dtypes=dtypes, reshaped=reshaped)
-            differences += load.compare(self._elsewhere, alike)
+            if (other := load.other_class()) is not None:
+                differences.append(other)
+                continue
+            differences += load.compare(self._elsewhere)
             self._optimizers.append(load)
         return differences
 

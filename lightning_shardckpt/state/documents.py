@@ -200,59 +200,53 @@ class ValueInfo:
     dtype: str | None = None
     shape: Shape | None = None
 
+    @classmethod
+    def of(cls, value: Any) -> ValueInfo:
+        """Return the type of a value of tagged JSON."""
+        tag = value.get(TAG) if isinstance(value, dict) else None
+        if tag not in ("tensor", "numpy"):
+            return cls(str(tag) if tag is not None else "none" if value is None else type(value).__name__)
+        shape = value.get("shape")
+        lengths = tuple(n for n in shape if type(n) is int) if isinstance(shape, list) else ()
+        return cls("tensor" if tag == "tensor" else "ndarray", str(value.get("dtype")), lengths)
 
-@dataclass(frozen=True, slots=True)
-class DocumentEntry:
-    """A value of a document as tagged JSON, see ``json_tree.decode``."""
 
-    info: ValueInfo
-    value: Any
+def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:
+    """Return the values of a document by name, as tagged JSON, except references to tensors in files.
 
-
-def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEntry]:
-    """Return the entries of a document by name, except references to tensors in files.
-
-    >>> entries = entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
-    >>> {name: entry.info.kind for name, entry in entries.items()}
-    {'trainer/loops/step': 'int', 'trainer/names': 'list'}
+    >>> entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
+    {'trainer/loops/step': 3, 'trainer/names': ['a']}
     """
-    entries: dict[str, DocumentEntry] = {}
-    for name, entry in _iterate_entries(role, document, rank) if document is not None else ():
+    entries: dict[str, Any] = {}
+    for name, value in _iterate_entries(role, document, rank) if document is not None else ():
         key, number = name, 1
         while key in entries:  # {"a/b": …} and {"a": {"b": …}}
             number += 1
             key = f"{name}#{number}"
-        entries[key] = entry
+        entries[key] = value
     return entries
 
 
-def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
+def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
     if role in ("frozen", "versions", "peft", "huggingface"):
-        yield role, _entry(document)
+        yield role, document
     elif role == "model":
-        yield from ((name, _entry(value)) for name, value in document.items())
-    elif role == "optimizer":
-        for number, optimizer in document.items():
-            yield from _optimizer_entries(f"optimizer/{number}", optimizer)
-    else:
+        yield from document.items()
+    elif role != "optimizer":
         yield from _leaves(document, role if role == "trainer" else f"rank/{rank}")
+    for number, optimizer in document.items() if role == "optimizer" else ():
+        place = f"optimizer/{number}"
+        for name, item in ((name, item) for name, shared in optimizer["values"].items() for item in shared):
+            yield from ((f"{place}/{param}/{name}", item["value"]) for param in item["params"])
+        for group_number, group in optimizer["groups"].items():
+            yield from _leaves(group["hyper"], f"{place}/param_groups/{group_number}")
+            yield f"{place}/param_groups/{group_number}/params", group["params"]
+        for key, value in optimizer.get("own", {}).items():
+            yield from _leaves(value, f"{place}/own/{key}")
 
 
-def _optimizer_entries(place: str, optimizer: Mapping[str, Any]) -> Iterator[tuple[str, DocumentEntry]]:
-    for name, shared in optimizer["values"].items():
-        for item in shared:
-            yield from ((f"{place}/{param}/{name}", _entry(item["value"])) for param in item["params"])
-    for number, group in optimizer["groups"].items():
-        yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
-        yield f"{place}/param_groups/{number}/params", _entry(group["params"])
-    for key, value in optimizer.get("own", {}).items():
-        yield from _leaves(value, f"{place}/own/{key}")
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     tag, content = (value.get(TAG), value.get("v")) if isinstance(value, dict) else (None, value)
-    if tag == "stored":
-        return
     inner: list[tuple[Any, Any]] = []
     if isinstance(content, list) and tag in (None, "tuple", "deque"):
         inner = list(enumerate(content)) if any(isinstance(item, list | dict) for item in content) else []
@@ -263,19 +257,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:
     for key, item in inner:
         text = str(key.get("v")) if isinstance(key, dict) else str(key)  # a key may be tagged, too
         yield from _leaves(item, f"{path}/{text}")
-    if not inner:
-        yield path, _entry(value)
-
-
-def _entry(value: Any) -> DocumentEntry:
-    tag = value.get(TAG) if isinstance(value, dict) else None
-    if tag in ("tensor", "numpy"):
-        shape = value.get("shape")
-        lengths = tuple(n for n in shape if type(n) is int) if isinstance(shape, list) else ()
-        info = ValueInfo("tensor" if tag == "tensor" else "ndarray", str(value.get("dtype")), lengths)
-    else:
-        info = ValueInfo(str(tag) if tag is not None else "none" if value is None else type(value).__name__)
-    return DocumentEntry(info, value)
+    if not inner and tag != "stored":
+        yield path, value
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,26 +279,22 @@ def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     order of the documents, each once: several stages may have parameters of containers, and tied ones.
     """
     merged: dict[str, Any] = {}
-    for number in dict.fromkeys(n for document in documents for n in document):
-        parts = [document[number] for document in documents if number in document]
-        groups: dict[str, Any] = {}
-        grouped: set[str] = set()
-        for i in dict.fromkeys(i for part in parts for i in part["groups"]):
-            same = [part["groups"][i] for part in parts if i in part["groups"]]
-            params = [p for p in dict.fromkeys(p for group in same for p in group["params"]) if p not in grouped]
-            grouped.update(params)
-            groups[i] = {"hyper": same[0]["hyper"], "params": params}
-        values: dict[str, Any] = {}
-        seen: set[tuple[str, str]] = set()
-        entries = [(name, entry) for part in parts for name, shared in part["values"].items() for entry in shared]
+    seen: set[tuple[str, ...]] = set()
+    for number, part in ((number, part) for document in documents for number, part in document.items()):
+        one = merged.setdefault(number, {"groups": {}, "values": {}, "numbered": False})
+        one["numbered"] |= part["numbered"]
+        one |= {"own": part["own"]} if "own" in part and "own" not in one else {}
+        for i, group in part["groups"].items():
+            params = one["groups"].setdefault(i, {"hyper": group["hyper"], "params": []})["params"]
+            params += [param for param in group["params"] if (number, param) not in seen]
+            seen.update((number, param) for param in params)
+        entries = [(name, entry) for name, shared in part["values"].items() for entry in shared]
         for name, param, value in ((name, p, entry["value"]) for name, entry in entries for p in entry["params"]):
-            if (name, param) not in seen:
-                add_value(values, name, param, value)
-            seen.add((name, param))
-        shared = {name: list(by_value.values()) for name, by_value in values.items()}
-        merged[number] = {"groups": groups, "values": shared, "numbered": any(part["numbered"] for part in parts)}
-        if own := next((part["own"] for part in parts if "own" in part), None):
-            merged[number]["own"] = own
+            if (number, name, param) not in seen:
+                add_value(one["values"], name, param, value)
+            seen.add((number, name, param))
+    for one in merged.values():
+        one["values"] = {name: list(by_value.values()) for name, by_value in one["values"].items()}
     return merged
 
 

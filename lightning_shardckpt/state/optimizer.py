@@ -218,16 +218,14 @@ class _Row:
         param: the parameter.
         group: the number of its param group.
         name: its FQN.
-        stored: its name in the checkpoint; None if it is not stored.
-        tied: further stored names of parameters that are tied to it in the model.
+        stored: its names in the checkpoint: none if it is not stored, several if it is tied in the model only.
         filled: the tensors of state to fill, by name.
     """
 
     param: torch.Tensor
     group: int
     name: str
-    stored: str | None
-    tied: Sequence[str] = ()
+    stored: list[str]
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -283,76 +281,53 @@ class OptimizerLoad:
         self.number, self._optimizer, self._stored = number, optimizer, stored
         self._dtypes, self._reshaped = dtypes or {}, reshaped
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
-        self._rows = [
-            self._row(param, group, names[id(param)], same)
-            for group, params in enumerate(group["params"] for group in optimizer.param_groups)
-            for param in params
-        ]
-        in_stored = {key for hyper in stored.hyper for key in hyper} - _OF_ANY_CLASS
-        own = set(getattr(optimizer, "defaults", ())) - _OF_ANY_CLASS
-        only_stored, only_live = in_stored - own.union(*optimizer.param_groups), own - in_stored
-        self._other_class: str | None = None
-        if stored.hyper and only_stored and only_live:
-            self._other_class = (
-                f"is of another class in the checkpoint, with {', '.join(sorted(only_stored))} in param groups; "
-                f"{type(optimizer).__name__} has {', '.join(sorted(only_live))}. To begin with a new optimizer, load "
-                "the model without it"
-            )
+        self._rows = list[_Row]()
+        for group, params in enumerate(group["params"] for group in optimizer.param_groups):
+            for param, name in ((param, names[id(param)]) for param in params):
+                stored_names = [one for one in same(name) if one in self._group_of]
+                self._rows.append(_Row(param, group, name, stored_names))
         self.settings: set[tuple[int, int, str]] = set()
 
-    def _row(self, param: torch.Tensor, group: int, name: str, same: Callable[[str], Sequence[str]]) -> _Row:
-        stored = [one for one in same(name) if one in self._group_of]
-        return _Row(param, group, name, stored[0] if stored else None, stored[1:])
+    def other_class(self) -> str | None:
+        """Return a line if the settings in the checkpoint are those of another class, so that it cannot be loaded."""
+        stored = {key for hyper in self._stored.hyper for key in hyper} - _OF_ANY_CLASS
+        own = set(getattr(self._optimizer, "defaults", ())) - _OF_ANY_CLASS
+        only_stored, only_live = stored - own.union(*self._optimizer.param_groups), own - stored
+        if not (self._stored.hyper and only_stored and only_live):
+            return None
+        return (
+            f"optimizer {self.number}  is of another class in the checkpoint, with {', '.join(sorted(only_stored))} in "
+            f"param groups; {type(self._optimizer).__name__} has {', '.join(sorted(only_live))}. To begin with a new "
+            "optimizer, load the model without it"
+        )
 
-    def compare(
-        self, elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
-    ) -> Iterator[str]:
+    def compare(self, elsewhere: frozenset[str]) -> Iterator[str]:
         """Yield a line for each parameter that only one side has, and for state whose shape does not fit its parameter.
 
         Args:
             elsewhere: parameters of other pipeline stages, which compare these.
-            alike: returns whether stored tensors are equal in the boxes of a live tensor.
         """
         where = f"optimizer {self.number}"
-        if self._other_class is not None:
-            yield f"{where}  {self._other_class}"
-            return
-        found = {row.stored: row for row in self._rows if row.stored is not None}
-        tied = {name: row for row in self._rows for name in row.tied}
+        found = {name: row for row in self._rows for name in row.stored}
         for name in sorted(self._group_of.keys() - found.keys() - elsewhere):
-            row = tied.get(name)
-            if row is None:
-                yield f"{where}: {name}  in checkpoint only"
-            elif not self._is_same_state(name, row, alike):
-                yield f"{where}: {name}  tied to {row.name} in the model, with other state in the checkpoint"
+            yield f"{where}: {name}  in checkpoint only"
         for row in self._rows:
-            if row.stored is None:
+            if not row.stored:
                 yield f"{where}: {row.name}  in model only"
-                continue
+            for other in row.stored[1:]:
+                yield f"{where}: {other}  tied to {row.name} in the model, with state of its own in the checkpoint"
             shape = shape_of(row.param)
-            for key in self._stored.tensors.get(row.stored, {}).values():
+            for key in self._stored.tensors.get(row.stored[0], {}).values() if row.stored else ():
                 spec = self._stored.specs[key]
                 if spec.shape != shape and not acts_as_whole(row.param):
                     yield f"{where}: {key}  shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
-
-    def _is_same_state(self, name: str, row: _Row, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
-        """Return whether a stored parameter has the same state as another that it is tied to in the model."""
-        assert row.stored is not None  # it is the first of the stored names
-        (own, other), (tensors, others) = (
-            [kind.get(one, {}) for one in (name, row.stored)] for kind in (self._stored.values, self._stored.tensors)
-        )
-        if own.keys() != other.keys() or tensors.keys() != others.keys():
-            return False
-        if not all(_is_equal(value, other[key]) for key, value in own.items()):
-            return False
-        return all(alike([key, others[entry]], row.param) for entry, key in tensors.items())
 
     def sources(self) -> dict[str, list[int] | None]:
         """Return the stored groups of the parameters of each live group, by ``<optimizer>/<group>``; None if empty."""
         found = dict[str, list[int] | None]()
         for number, group in enumerate(self._optimizer.param_groups):
-            stored = [row.stored for row in self._rows if row.group == number]
-            numbers = list(dict.fromkeys(self._group_of[name] for name in stored if name is not None))
+            stored = [row.stored[0] for row in self._rows if row.group == number and row.stored]
+            numbers = list(dict.fromkeys(self._group_of[name] for name in stored))
             found[f"{self.number}/{number}"] = numbers if group["params"] else None
         return found
 
@@ -413,8 +388,6 @@ class OptimizerLoad:
             self._optimizer.state.pop(row.param, None)
             if state:
                 self._optimizer.state[row.param] = state
-        if self._other_class is not None:
-            return []
         notes = [note for i, group in enumerate(groups) for note in self._apply_hyper(i, group, sources)]
         load_extra_entries(self._optimizer, self._stored.own)  # may replace the groups
         return notes
@@ -428,9 +401,9 @@ class OptimizerLoad:
 
     def _loaded_rows(self) -> Iterator[tuple[str, _Row]]:
         """Yield the parameters whose state is loaded, with their stored names."""
-        for row in self._rows if self._other_class is None else ():
-            if row.name not in self._reshaped and row.stored is not None:
-                yield row.stored, row
+        for row in self._rows:
+            if row.name not in self._reshaped and row.stored:
+                yield row.stored[0], row
 
     def _apply_hyper(
         self, number: int, group: dict[str, Any], sources: Mapping[str, list[int] | None]

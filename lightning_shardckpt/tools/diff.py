@@ -94,7 +94,7 @@ def _values(checkpoint: Checkpoint, pattern: str | None) -> dict[str, str]:
     roles = [(role, 0) for role in ("model", "optimizer", "trainer")]
     roles += [("rank", rank) for rank in range(checkpoint.root.world_size)]
     entries = (entries_of(role, document_of(checkpoint, role, rank), rank) for role, rank in roles)
-    every = ((name, entry.value) for found in entries for name, entry in found.items())
+    every = (item for found in entries for item in found.items())
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, sort_keys=True).encode
     return {name: encode(value) for name, value in every if is_selected([name], pattern)}
 

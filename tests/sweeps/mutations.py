@@ -181,8 +181,8 @@ MUTATIONS = (
              "tuple(direct + deferred[::-1])", "tuple(deferred + direct)", ("ranks/state/test_dtensor_layout.py",)),
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("an optimizer gets the moments of another parameter", STATE, "state/optimizer.py",
-             "stored = [one for one in same(name) if one in self._group_of]\n",
-             "stored = sorted(self._group_of)[: len(self._group_of) // 2 + 1][-1:]\n",
+             "stored_names = [one for one in same(name) if one in self._group_of]\n",
+             "stored_names = sorted(self._group_of)[: len(self._group_of) // 2 + 1][-1:]\n",
              ("ranks/state/test_optimizers.py",)),
     Mutation("the hyper-parameters of a param group stay as configured", STATE, "state/optimizer.py",
              "group[key] = copy.deepcopy(values[0])", "pass",
