@@ -16,7 +16,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
-from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.state.hf_document import describe_hugging_face
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
@@ -35,14 +35,12 @@ class SaveGroup:
         background: writes asynchronous saves, and does what follows saves.
         members: their ranks in the default process group; None if they are all its ranks, in order.
         plans: of the last save.
-        hugging_face: makes documents of models, and caches the last one.
     """
 
     ranks: Ranks = field(default_factory=Ranks.alone)
     background: Background = field(default_factory=lambda: Background(Ranks.alone()))
     members: tuple[int, ...] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
-    hugging_face: HuggingFace = field(default_factory=HuggingFace)
 
 
 def run_info(state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:
@@ -80,7 +78,7 @@ def describe_checkpoint(
     described = snapshot(checkpoint, module, rank_state, names, **options)
     if module is None or group.ranks.rank != 0 or "model" not in described.leaves:
         return described
-    document, notes = group.hugging_face.document(module, names.state if names is not None else ())
+    document, notes = describe_hugging_face(module, names.state if names is not None else ())
     documents = described.documents if document is None else {**described.documents, "huggingface": document}
     return replace(described, documents=documents, notes=(*described.notes, *notes))
 

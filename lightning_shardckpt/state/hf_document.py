@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,95 +18,75 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots, non_persistent_buffers
 from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
-from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function
+from lightning_shardckpt.compat.transformers import is_model, names_not_saved, own_tied_patterns, revert_function
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.layout import Shape
 from lightning_shardckpt.format.value_checks import check_json_size
+from lightning_shardckpt.state.documents import CONFIG, CONFIGS
 from lightning_shardckpt.state.hf_directory import NamedBoxes
 
-
-@dataclass(slots=True)
-class HuggingFace:
-    """Makes the document "huggingface" of modules; looks up the names of a model's weights once. Not thread-safe."""
-
-    _names: WeakKeyDictionary[nn.Module, dict[str, NamedBoxes]] = field(default_factory=WeakKeyDictionary)
-
-    def document(self, module: nn.Module, names: Collection[str] = ()) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-        """Return the document of a module, None if it has no model of transformers; and notes for the user.
-
-        Args:
-            module: the saved module, such as a LightningModule.
-            names: of the state dict of the whole model, if ``module`` is a pipeline stage.
-        """
-        notes: list[str] = []
-        try:
-            models = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
-            document = {"models": models}
-            check_json_size(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), "it")
-            return document if models else None, tuple(notes)
-        except Exception as error:  # the user's classes run here, and a checkpoint loads without this document, too
-            return None, (f"the checkpoint has no Hugging Face config and names of the model: {_message(error)}",)
-
-    def _model(
-        self, name: str, model: Any, adapter: str | None, names: Collection[str], notes: list[str]
-    ) -> dict[str, Any]:
-        prefix, kind = f"{clean_fqn(name)}." if clean_fqn(name) else "", _original_class(model)
-        if model not in self._names:
-            try:
-                self._names[model] = _original_names(model)
-            except Exception as error:  # from a version of transformers that works differently
-                self._names[model] = {}
-                notes.append(
-                    f"the names of {kind.__name__}'s weights in files of transformers could not be found, so an export "
-                    f"will have the names of its state dict: {_message(error)}"
-                )
-        config = json.loads(model.config.to_json_string())
-        told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
-        files = {"config.json": _pretty({**config, **told, "architectures": [kind.__name__]})}
-        generation = getattr(model, "generation_config", None)
-        if generation is not None and getattr(model, "can_generate", bool)():
-            text = json.loads(generation.to_json_string())
-            files["generation_config.json"] = _pretty({k: v for k, v in text.items() if k != "compile_config"})
-        own = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
-        own = own or [clean_fqn(name) for name, _ in _state(model, ties=True)]
-        tied = [  # patterns of names that save_pretrained leaves out if they are tied
-            (f"{re.escape(clean_fqn(path))}." if path else "") + pattern
-            for path, module in model.named_modules()
-            for pattern in own_tied_patterns(module)
-        ]
-        return {
-            "prefix": prefix,
-            "class": kind.__name__,
-            "adapter": adapter,
-            "ties": sorted(n for n in own if any(re.search(pattern, n) for pattern in tied)),
-            "ignored": sorted(names_not_saved(model).intersection(own)),
-            "names": self._names[model],
-            "files": files,
-        }
+_NAMES: WeakKeyDictionary[nn.Module, dict[str, NamedBoxes]] = WeakKeyDictionary()
+"""The results of ``_original_names``, which takes 0.15 s for 32 layers of experts."""
 
 
-def _original_class(model: Any) -> type:
-    """Return the class of a model before FSDP2 replaced it."""
-    kinds = type(model).__mro__
-    return next(k for k in kinds if all(base.__name__ != "FSDPModule" for base in k.__mro__))
+def describe_hugging_face(
+    module: nn.Module, names: Collection[str] = ()
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return the document of a module, None if it has no model of transformers; and notes for the user.
+
+    Args:
+        module: the saved module, such as a LightningModule.
+        names: of the state dict of the whole model, if ``module`` is a pipeline stage.
+    """
+    try:
+        document = {"models": [_describe(name, model, adapter, names) for name, model, adapter in _models(module)]}
+        check_json_size(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), "it")
+    except Exception as error:  # the user's classes run here, and a checkpoint loads without this document, too
+        message = f"{type(error).__name__}: {error}"[:300]
+        return None, (f"the checkpoint has no Hugging Face config and names of the model: {message}",)
+    return document if document["models"] else None, ()
+
+
+def _describe(name: str, model: Any, adapter: str | None, names: Collection[str]) -> dict[str, Any]:
+    prefix = f"{clean_fqn(name)}." if clean_fqn(name) else ""
+    # the class before FSDP2 replaced it
+    kind = next(k for k in type(model).__mro__ if all(base.__name__ != "FSDPModule" for base in k.__mro__))
+    if model not in _NAMES:
+        _NAMES[model] = _original_names(model)
+    config = json.loads(model.config.to_json_string())
+    told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
+    files = {CONFIG: _pretty({**config, **told, "architectures": [kind.__name__]})}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", bool)():
+        text = json.loads(generation.to_json_string())
+        files[CONFIGS[1]] = _pretty({k: v for k, v in text.items() if k != "compile_config"})
+    own = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+    own = own or [clean_fqn(name) for name, _ in _state(model, ties=True)]
+    tied = [  # patterns of names that save_pretrained leaves out if they are tied
+        (f"{re.escape(clean_fqn(path))}." if path else "") + pattern
+        for path, module in model.named_modules()
+        for pattern in own_tied_patterns(module)
+    ]
+    return {
+        "prefix": prefix,
+        "class": kind.__name__,
+        "adapter": adapter,
+        "ties": sorted(n for n in own if any(re.search(pattern, n) for pattern in tied)),
+        "ignored": sorted(names_not_saved(model).intersection(own)),
+        "names": _NAMES[model],
+        "files": files,
+    }
 
 
 def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> Iterator[tuple[str, Any, str | None]]:
     """Yield the outermost models of transformers with their names, and PEFT's prefix of adapters around them."""
-    kind: Any = type(module)
-    kinds = _kinds(kind)
-    if "PreTrainedModel" in kinds and hasattr(getattr(module, "config", None), "to_json_string"):
+    if is_model(module) and hasattr(module.config, "to_json_string"):
         yield name, module, adapter
         return
-    if "BaseTuner" in kinds:
+    if any(kind.__name__ == "BaseTuner" for kind in type(module).__mro__):
         adapter = str(getattr(module, "prefix", "")) or "adapter"
     for child_name, child in module.named_children():
         yield from _models(child, f"{name}.{child_name}" if name else child_name, adapter)
-
-
-@cache
-def _kinds(of: Any) -> frozenset[str]:
-    return frozenset(kind.__name__ for kind in of.__mro__)
 
 
 def _state(model: nn.Module, *, ties: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -122,10 +100,6 @@ def _state(model: nn.Module, *, ties: bool = False) -> Iterator[tuple[str, Tenso
 
 def _pretty(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
-
-
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
 
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────

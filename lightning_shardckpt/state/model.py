@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
 from lightning_shardckpt.state.dtensor_layout import local_tensor
@@ -25,7 +24,6 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import refuse_compound
 
 _EXTRA = "_extra_state"
-_OWN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +103,24 @@ def model_leaves(
         key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
-        if _is_plain(value) and not key.endswith(_EXTRA):
-            tensors[key] = value
+        if is_value(key, value):
+            other[key] = encode_small(value, f"state_dict/{key}")
             continue
-        sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
         if is_lazy(value):
             raise StateError(
                 f"model/{key}: the lazy module has not seen a batch yet, so its {type(value).__name__} has no shape: "
                 "call the module with one first"
             )
-        if sparse:
-            kind = "nested" if value.is_nested else value.layout
-            raise StateError(f"model/{key}: a {kind} tensor cannot be stored; only dense tensors can")
-        if is_value(key, value):
-            other[key] = encode_small(value, f"state_dict/{key}")
-        else:
-            refuse_compound(value, f"model/{key}")
-            tensors[key] = value
+        refuse_compound(value, f"model/{key}")
+        tensors[key] = value
     parameters, buffers = named_tensors(module)
-    groups = [list(names) for names in shared_names(chain(parameters, buffers))]
-    aliases = _aliases(tensors, groups)
+    aliases = _aliases(tensors, [list(names) for names in shared_names(chain(parameters, buffers))])
     for alias in aliases:
         del tensors[alias]
-    pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
-    leaves = Leaves(tensors, aliases, frozenset(pinned))
+    leaves = Leaves(tensors, aliases, frozenset(tensors.keys() & {clean_fqn(name) for name, _ in buffers}))
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, whole.ties)
     return leaves, other
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor whose local part is a dense ``torch.Tensor`` or Parameter, as nearly all are.
-    """
-    local = dtensor.local_tensor(value) if isinstance(value, torch.Tensor) else value
-    return type(local) in _OWN and local.layout is torch.strided and not local.is_nested
 
 
 def _tied_over_stages(leaves: Leaves, ties: Iterable[tuple[str, ...]]) -> Leaves:
@@ -162,17 +144,15 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        mark: Any = None
+        mark: Any = name
         if isinstance(tensor, DTensor):
             # a rank may hold no element of it, so that memory does not show the tie, but the module does
             if name in group_of:
                 mark = (id(group_of[name]), local_tensor(tensor).numel() and local_tensor(tensor).data_ptr())
         elif tensor.numel() and not tensor.is_meta:
             mark = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if mark is not None and mark in first:
+        if first.setdefault(mark, name) != name:
             aliases[name] = first[mark]
-        elif mark is not None:
-            first[mark] = name
     return aliases
 
 

@@ -42,23 +42,28 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
             "a dict by their names: each stage saves the entries of its own parameters."
         )
     dtype = DTYPES.get(tensor.dtype)
-    if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
-        raw = "; return tensor.view(torch.uint8) from the state_dict that holds it" if dtype is None else ""
-        raise StateError(f"{name}: a {kind} cannot be stored; only dense ones of {sorted(DTYPES.values())}{raw}")
+    if dtype is None:
+        raise StateError(
+            f"{name}: a tensor of {tensor.dtype} cannot be stored; only {sorted(DTYPES.values())}: return "
+            "tensor.view(torch.uint8) from the state_dict that holds it"
+        )
     if tensor.is_meta:
         raise StateError(f"{name}: the tensor is on the meta device, it has no values to store")
     return dtype
 
 
 def refuse_compound(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a wrapper subclass, such as a weight that torchao quantized: it has no memory of its own."""
-    kind = type(local_part(tensor))
+    """Refuse a tensor without dense memory of its own: sparse, nested, or a wrapper subclass such as torchao's."""
+    local = local_part(tensor)
+    kind = type(local)
     if hasattr(kind, "__tensor_flatten__"):
         raise StateError(
             f"{name}: a {kind.__module__}.{kind.__qualname__} is made of other tensors and can't be stored. Keep it in "
             "full precision, or store the tensors inside or tensor.dequantize() in its place."
         )
+    if local.layout is not torch.strided or local.is_nested:
+        described = "nested" if local.is_nested else local.layout
+        raise StateError(f"{name}: a {described} tensor cannot be stored; only dense tensors can")
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -20,7 +20,7 @@ from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.data_position import GlobalBatches
 from lightning_shardckpt.state.documents import StoredOptimizer, parse_document
-from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.state.hf_document import describe_hugging_face
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
 from lightning_shardckpt.storage.local_storage import LocalStorage
@@ -69,7 +69,7 @@ def test_the_experts_of_a_layer_have_the_names_and_the_boxes_that_transformers_g
 
     config = transformers.MixtralConfig(**LLAMA, num_local_experts=3)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    found, notes = HuggingFace().document(model)
+    found, notes = describe_hugging_face(model)
     assert found is not None and notes == ()
     names, expected, made = found["models"][0]["names"], {}, {}
     model.save_pretrained(tmp_path)
