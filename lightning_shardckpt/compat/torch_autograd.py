@@ -8,23 +8,13 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer, optimizer
 from torch.utils import _foreach_utils as clipping
-
-
-def accumulated_leaf(node: Node) -> Tensor | None:
-    """Return the leaf whose gradient a node accumulates; None for other nodes.
-
-    Relies on the name of AccumulateGrad nodes, and on their attribute ``variable``.
-    """
-    if node.name() != "torch::autograd::AccumulateGrad":
-        return None
-    return cast(Tensor, cast(Any, node).variable)
 
 
 def in_backward() -> bool:

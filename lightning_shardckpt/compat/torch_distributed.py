@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -233,29 +233,17 @@ def get_if_set(store: Store, key: str) -> bytes | None:
 # ── orders of operations of pipelines ─────────────────────────────────────────────────────────────────────────────────
 
 
-def torch_schedule(name: str) -> type:
-    """Return the class of a schedule of torch by name, such as ``ZBVZeroBubble``; raises ValueError for others."""
-    from torch.distributed.pipelining.schedules import get_schedule_class  # takes half a second
+def interleaved_order(
+    ranks: int, stages_per_rank: int, microbatches: int
+) -> list[list[tuple[Literal["forward", "backward"], int, int]]]:
+    """Return torch's order of passes in ``ScheduleInterleaved1F1B``, for each rank: a kind, a stage and a microbatch.
 
-    schedule: type = get_schedule_class(name)
-    return schedule
-
-
-def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
-    """Return each rank's actions in torch's notation, such as ``0F1``.
-
-    Relies on ``pipeline_order``, and on the attributes of stages that the constructor reads.
-
-    Args:
-        schedule: a class with an order.
-        ranks: of the pipeline.
-        stages_per_rank: the number of stages on each rank.
-        microbatches: the number of microbatches of a step.
-
-    Raises:
-        ValueError: if the schedule is not defined for these numbers.
+    Has more microbatches if torch has no order for this number. Relies on ``pipeline_order``, on attributes of actions,
+    and on the attributes of stages that the constructor reads.
     """
-    stage = SimpleNamespace(
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B  # takes half a second
+
+    stage: Any = SimpleNamespace(
         num_stages=ranks * stages_per_rank,
         group_size=ranks,
         group_rank=0,
@@ -266,6 +254,8 @@ def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: in
         stage_index_to_group_rank=None,
         submod=nn.Identity(),
     )
-    built = schedule([stage] * stages_per_rank, microbatches, loss_fn=lambda *_: None)
-    order = built.pipeline_order
-    return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    count = microbatches if microbatches < ranks else -(-microbatches // ranks) * ranks
+    built = ScheduleInterleaved1F1B([stage] * stages_per_rank, count, loss_fn=lambda *_: None)
+    kinds: Any = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    rows: list[Any] = [filter(None, built.pipeline_order[rank]) for rank in range(ranks)]
+    return [[(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in row] for row in rows]

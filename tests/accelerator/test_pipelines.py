@@ -33,19 +33,18 @@ Run = tuple[Mapping[str, Any], Mapping[str, Any]]
 RUNS: dict[int, dict[str, Run]] = {
     2: {
         **{name: (by(name), {}) for name in ("gpipe", "1f1b")},
-        **{name: (by(name, 2, 2), {}) for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")},
-        "dualpipe_v": (by("dualpipe_v", 2, 2), {}),
-        "zbv_zero_bubble": (by("zbv_zero_bubble", 2, 2), {}),
+        "two stages on each": (by("gpipe", 2, 2), {}),
+        "interleaved_1f1b": (by("interleaved_1f1b", 2, 2), {}),
         "bf16-mixed": (by("gpipe"), {"precision": "bf16-mixed"}),
         "clipped, accumulated": (by("gpipe"), {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     },
     4: {
-        "interleaved_zero_bubble, four ranks": (by("interleaved_zero_bubble", 4, 2), {}),
+        "interleaved_1f1b, four ranks": (by("interleaved_1f1b", 4, 2), {}),
         "1f1b, FSDP": (by("1f1b", data_parallel_shard_size=2), {}),
         "gpipe, tensor parallel": (by("gpipe", **TENSOR_PARALLEL), {}),
     },
 }
-SAMPLE = ("zbv_zero_bubble", "bf16-mixed", "1f1b, FSDP")
+SAMPLE = ("interleaved_1f1b", "bf16-mixed", "1f1b, FSDP")
 """What the suite runs; the sweeps run all."""
 
 

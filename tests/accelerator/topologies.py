@@ -21,7 +21,7 @@ def by(schedule: str, ranks: int = 2, stages_per_rank: int = 1, **options: Any) 
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             microbatches=4,
-            loss="batch" if schedule in ("gpipe", "looped_bfs") else "microbatch",
+            loss="batch" if schedule == "gpipe" else "microbatch",
         ),
         **options,
     }

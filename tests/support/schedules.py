@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
 
-COST = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+COST = {"forward": 1, "backward": 2}
 
 
 def run(orders: Sequence[Sequence[Op]], stages: int) -> int:
@@ -23,8 +23,6 @@ def run(orders: Sequence[Sequence[Op]], stages: int) -> int:
             s, m = op.stage, op.microbatch
             if op.kind == "forward":
                 needs, made = [("f", s - 1, m)] * (s > 0), "f"
-            elif op.kind == "backward_weight":
-                needs, made = [("b", s, m)], "w"
             else:
                 needs, made = [("f", s, m), *[("b", s + 1, m)] * (s + 1 < stages)], "b"
             if all(need in done for need in needs):

@@ -34,7 +34,7 @@ EVERY_ARGUMENT: dict[str, Any] = {
         "layers": ["net.blocks.*"],
         "split": ["net.blocks.1"],
         "modules": {"net.head": "last"},
-        "schedule": "looped_bfs",
+        "schedule": "interleaved_1f1b",
         "microbatches": 3,
         "loss": "microbatch",
         "stages_per_rank": 2,

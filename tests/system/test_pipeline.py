@@ -303,14 +303,11 @@ SLOW = {
     "several names": Case(HasNames),
     "changes the run": Case(Changes),
     "draws": Case(Draws, {}, ONE_MICROBATCH),
-    "zbv_zero_bubble": Case(FiveBlocks, CLIPPED, by_microbatch("zbv_zero_bubble", 2)),
+    "interleaved_1f1b": Case(FiveBlocks, CLIPPED, by_microbatch("interleaved_1f1b", 2)),
     "tensor": Case(OfNet, CLIPPED, AXES["tensor"] | {"pipeline": Pipeline(microbatches=2)}, 4),
 }
 SWEPT = {
-    **{
-        name: Case(FiveBlocks, CLIPPED, by_microbatch(name, 2))
-        for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipe_v")
-    },
+    "two stages on each": Case(FiveBlocks, CLIPPED, by_microbatch("gpipe", 2)),
     "fsdp": Case(OfNet, CLIPPED, AXES["fsdp"], 4),
     "fsdp and tensor": Case(OfNet, CLIPPED, AXES["fsdp"] | AXES["tensor"], 8),
 }

@@ -21,11 +21,11 @@ FSDP: State = {}
 TP = {"tensor_parallel_plan": tiny.TP_PLAN}
 TP2, TP4 = {"tensor_parallel_size": 2, **TP}, {"tensor_parallel_size": 4, **TP}
 PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
-IN_V = {**PP2, "pipeline": Pipeline(stages_per_rank=2, schedule="zbv_zero_bubble", loss="microbatch")}
+INTERLEAVED = {**PP2, "pipeline": Pipeline(stages_per_rank=2, schedule="interleaved_1f1b", loss="microbatch")}
 SWEEP = [pytest.mark.slow, pytest.mark.sweep]
 CASES = [
     pytest.param(2, PP2, "adamw", [(1, FSDP), (2, LOOPED)], id="pp2", marks=pytest.mark.slow),
-    pytest.param(2, IN_V, "momentum", [(3, {"pipeline_parallel_size": 3})], id="in a v"),
+    pytest.param(2, INTERLEAVED, "momentum", [(3, {"pipeline_parallel_size": 3})], id="interleaved"),
     pytest.param(2, FSDP, "amsgrad", [(4, PP2)], id="fsdp2", marks=pytest.mark.slow),
     pytest.param(4, PP2, "adamw", [(4, {**PP2, **TP2}), (4, PP4)], id="pp2 x fsdp2", marks=SWEEP),
     pytest.param(

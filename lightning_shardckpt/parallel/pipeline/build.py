@@ -46,12 +46,11 @@ class Pipeline:
     Attributes:
         layers: patterns that name the layers in the order in which they run; by default the layers of the largest
             list of layers whose classes repeat, or of the largest Sequential.
-        split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, including other modules; or
-            the names of the first layers of all stages but the first.
+        split: ``"even"`` gives every stage as many layers; or the names of the first layers of all stages but the
+            first.
         modules: pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers. By default
             modules registered before the layers are on the first stage, modules after them on the last.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble schedules
-            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are accepted, too.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         microbatches: the number of microbatches of a batch; by default twice the number of processes, and never more
             than it has samples.
         loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for any loss.
@@ -220,9 +219,7 @@ def refuse_stages(root: nn.Module) -> None:
             )
 
 
-def split_into_stages(
-    root: nn.Module, meshes: Meshes, recipe: Pipeline, device: torch.device
-) -> StagedModule | None:
+def split_into_stages(root: nn.Module, meshes: Meshes, recipe: Pipeline, device: torch.device) -> StagedModule | None:
     """Plan the stages of ``root``, which is not changed; None for a pipeline of one rank.
 
     Raises:

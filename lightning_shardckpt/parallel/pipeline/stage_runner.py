@@ -21,7 +21,6 @@ from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
 from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
-from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward, backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.system.random_generators import seed_rng
 
@@ -80,7 +79,6 @@ class StepState:
         draws: True if the step draws random numbers before its layers.
         positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         forwards: by stage and microbatch.
-        deferred: the weight gradients to be computed later.
         outputs: the outputs of whole runs of the step, with their shares of the samples.
         results: of the layers, for the rest of the step.
         gradients: of the results, per microbatch.
@@ -95,7 +93,6 @@ class StepState:
     draws: bool = False
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forwards: dict[_Key, StashedForward] = field(default_factory=dict)
-    deferred: dict[_Key, DeferredBackward] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None
     results: Results | None = None
@@ -158,7 +155,8 @@ class StageRunner:
                 continue
             try:
                 if failure is None:
-                    self._run_one(state, item)
+                    run = self._forward if item.kind == "forward" else self._backward
+                    self._send(item, run(state, item))
             except Exception as error:
                 failure = error
             if failure is not None:
@@ -168,17 +166,6 @@ class StageRunner:
         if failure is not None:
             self._transport.flush()
             raise failure
-        for deferred in state.deferred.values():
-            backward_weight(deferred)
-        state.deferred.clear()
-
-    def _run_one(self, state: StepState, op: Op) -> None:
-        if op.kind == "forward":
-            self._send(op, self._forward(state, op))
-        elif op.kind != "backward_weight":
-            self._send(op, self._backward(state, op))
-        elif (deferred := state.deferred.pop((op.stage, op.microbatch), None)) is not None:
-            backward_weight(deferred)  # else the whole backward ran at once
 
     def _send(self, op: Op, message: Message | None) -> None:
         if (place := sent_after(op, self._schedule.stages)) is not None:
@@ -225,10 +212,5 @@ class StageRunner:
         pairs = [(o, g) for o, g in zip(forward.outputs, gradients, strict=True) if o.requires_grad and g is not None]
         entries = {p: entry for p, entry in forward.entries.items() if entry is not None}
         if pairs:  # else the loss does not depend on this stage
-            outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
-            if op.kind == "backward_input" and entries:
-                tokens = [entry.token for entry in entries.values()]
-                state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
-            else:
-                torch.autograd.backward(outputs, grads)
+            torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs])
         return Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None})

@@ -20,7 +20,6 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, select_modules
 
 Where = Literal["first", "last", "every"]
-Split = Literal["even", "cost"] | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def plan_stages(
     stages: int,
     *,
     layers: Sequence[str] | None = None,
-    split: Split = "even",
+    split: str | Sequence[str] = "even",
     modules: Mapping[str, Where] | None = None,
 ) -> StagePlan:
     """Return the assignment of the modules of ``root`` to stages.
@@ -73,8 +72,7 @@ def plan_stages(
         root: the whole module.
         stages: their number.
         layers: patterns for the names of the layers; by default the largest list of layers.
-        split: "even" by number of layers; "cost" by number of parameters, including the other modules; or the names of
-            the first layers of all stages but the first.
+        split: "even" by number of layers, or the names of the first layers of all stages but the first.
         modules: places of modules other than layers, by pattern.
 
     Raises:
@@ -82,7 +80,7 @@ def plan_stages(
     """
     trunk = _named_layers(root, layers) if layers is not None else _largest_trunk(root, stages)
     others = _place_others(root, trunk, modules or {})
-    ranges = _split(root, trunk, others, stages, split) if isinstance(split, str) else _split_at(trunk, split, stages)
+    ranges = _split_evenly(root, trunk, stages) if split == "even" else _split_at(trunk, split, stages)
     return StagePlan(tuple(trunk), tuple(ranges), others)
 
 
@@ -192,64 +190,25 @@ def _has_state(module: nn.Module) -> bool:
     return statistics or any(True for _ in module.parameters())
 
 
-def _split(
-    root: nn.Module, layers: Sequence[str], others: Mapping[str, Where], stages: int, split: str
-) -> list[tuple[int, int]]:
+def _split_evenly(root: nn.Module, layers: Sequence[str], stages: int) -> list[tuple[int, int]]:
     modules = named_modules(root)
-    sizes = [sum(p.numel() for p in modules[name].parameters()) for name in layers]
-    if split not in ("even", "cost"):
-        raise TopologyError(f'Pipeline(split=…) must be "even", "cost" or a list of layer names, found {split!r}')
-    weighed = [i for i, size in enumerate(sizes) if size]
+    weighed = [i for i, name in enumerate(layers) if any(True for _ in modules[name].parameters())]
     if len(weighed) < stages:
         raise TopologyError(
             f"{len(weighed)} layers with parameters ({layers[0]} … {layers[-1]}) cannot be split into {stages} "
             "pipeline stages: use fewer stages, or name more layers with Pipeline(layers=…)"
         )
-    costs = [sizes[i] if split == "cost" else 1 for i in weighed]
-    if split == "cost":
-        for name, where in others.items():
-            if where != "every":
-                costs[0 if where == "first" else -1] += sum(p.numel() for p in modules[name].parameters())
-    starts = _balanced(costs, stages)
+    size, longer = divmod(len(weighed), stages)  # the first stages have one more
+    starts = [weighed[stage * size + min(stage, longer)] for stage in range(1, stages)]
     # a layer without parameters, such as an activation function, goes with the layer before it
-    bounds = [0, *(weighed[start] for start in starts[1:]), len(layers)]
-    return list(pairwise(bounds))
-
-
-def _balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the start of each of ``stages`` consecutive parts such that the largest sum is minimal.
-
-    Among equal solutions, prefers larger early parts.
-
-    >>> _balanced([1, 1, 1, 1, 1], 2), _balanced([9, 1, 1, 1], 2)
-    ([0, 3], [0, 1])
-    """
-    count = len(costs)
-    total = [0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    # best[i]: (largest sum, sum of squares, starts) of the first i items in `parts` parts
-    best: list[tuple[int, int, list[int]]] = [(total[i], total[i] ** 2, [0]) for i in range(count + 1)]
-    for parts in range(2, stages + 1):
-        best = [
-            min(
-                (
-                    (max(best[j][0], total[i] - total[j]), best[j][1] + (total[i] - total[j]) ** 2, [*best[j][2], j])
-                    for j in range(parts - 1, i)
-                ),
-                key=lambda option: (option[0], option[1], [-start for start in option[2]]),
-                default=(total[-1], total[-1] ** 2 * stages, [0] * parts),
-            )
-            for i in range(count + 1)
-        ]
-    return best[count][2]
+    return list(pairwise([0, *starts, len(layers)]))
 
 
 def _split_at(layers: Sequence[str], names: Sequence[str], stages: int) -> list[tuple[int, int]]:
     if len(names) != stages - 1 or not set(names) <= set(layers):
         raise TopologyError(
-            f"Pipeline(split=…) must name the first layer of all {stages} stages but the first: expected {stages - 1} "
-            f"of {list(layers)}, found {list(names)}"
+            f'Pipeline(split=…) must be "even", or name the first layer of all {stages} stages but the first: expected '
+            f"{stages - 1} of {list(layers)}, found {names!r}"
         )
     starts = [0, *(list(layers).index(name) for name in names), len(layers)]
     if any(a >= b for a, b in pairwise(starts)):

@@ -164,7 +164,7 @@ def test_a_step_communicates_as_fully_shard_does(precision: str, tensor: int) ->
 @pytest.mark.slow
 def test_a_stage_reduces_each_unit_once_for_all_microbatches() -> None:
     (alone, _) = run_ranks(2, _train, False)
-    schedule = Pipeline(schedule="zbv_zero_bubble", microbatches=4, stages_per_rank=2, loss="microbatch")
+    schedule = Pipeline(schedule="interleaved_1f1b", microbatches=4, stages_per_rank=2, loss="microbatch")
     for trained in run_ranks(4, _train, False, model_ranks=2, pipeline_parallel_size=2, pipeline=schedule):
         assert [kind for kind, _ in trained.events].count("reduce") == BLOCKS // 2 * STEPS
         expected = {name: alone.state[name] for name in trained.state}

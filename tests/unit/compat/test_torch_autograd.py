@@ -17,14 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shardckpt.compat import torch_autograd as compat
 
 
-def test_only_the_nodes_of_leaves_have_one() -> None:
-    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2)
-    node = (leaf * other).grad_fn
-    assert node is not None and compat.accumulated_leaf(node) is None
-    below = node.next_functions[0][0]
-    assert below is not None and compat.accumulated_leaf(below) is leaf
-
-
 def test_each_backward_pass_has_a_number_of_its_own_in_all_of_it() -> None:
     seen: list[int] = []
     leaf = torch.ones(2, requires_grad=True)

@@ -19,23 +19,12 @@ from lightning_shardckpt.parallel.pipeline.schedule import (
 )
 from tests.support.schedules import run
 
-NAMES = [
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipe_v",
-]
-IN_V = {"zbv_zero_bubble", "dualpipe_v"}
-SPLIT = {"interleaved_zero_bubble", *IN_V}
+NAMES = ["gpipe", "1f1b", "interleaved_1f1b"]
 
 
 def every(name: str) -> list[Schedule]:
     """Every schedule of this name with up to 4 ranks and 3 stages on each."""
-    fits = {"1f1b": [1], "interleaved_1f1b": [2, 3], "interleaved_zero_bubble": [2, 3]}
-    per_rank = [2] if name in IN_V else fits.get(name, [1, 2, 3])
+    per_rank = {"gpipe": [1, 2, 3], "1f1b": [1], "interleaved_1f1b": [2, 3]}[name]
     return [resolve_schedule(name, ranks, v) for ranks in range(1, 5) for v in per_rank]
 
 
@@ -50,9 +39,7 @@ def test_every_operation_comes_once_in_an_order_that_does_not_deadlock(name: str
                 kinds = defaultdict(list)
                 for op in ops:
                     kinds[op.kind].append((op.stage, op.microbatch))
-                assert sorted(kinds["forward"]) == sorted(kinds["backward"] + kinds["backward_input"]) == mine
-                assert sorted(kinds["backward_weight"]) == sorted(kinds["backward_input"])
-                assert not kinds["backward_input"] or name in SPLIT
+                assert sorted(kinds["forward"]) == sorted(kinds["backward"]) == mine
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,9 +78,9 @@ def test_messages_without_tags_that_wait_for_each_other_arrive_before_they_are_n
     [
         ("2f2b", 2, 1, ["'2f2b'", *NAMES]),
         (ScheduleInterleaved1F1B, 2, 2, ["ScheduleInterleaved1F1B", *NAMES]),
-        ("1f1b", 2, 2, ["exactly 1 stage per rank", "found 2", "'interleaved_1f1b'"]),
-        ("zbv_zero_bubble", 2, 3, ["exactly 2 stages", "found 3", "'interleaved_zero_bubble'"]),
-        ("gpipe", 2, 0, ["1 stage per rank", "2 and 0"]),
+        ("1f1b", 2, 2, ["'1f1b' does not fit 2 stages per rank", "'interleaved_1f1b' at least 2"]),
+        ("interleaved_1f1b", 2, 1, ["does not fit 1 stages per rank", "'1f1b' needs 1"]),
+        ("zbv_zero_bubble", 2, 2, ["'zbv_zero_bubble'", *NAMES]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(
