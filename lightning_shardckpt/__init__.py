@@ -11,14 +11,12 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
-    from lightning_shardckpt.callbacks import CheckpointMonitor, FollowedMetrics
+    from lightning_shardckpt.callbacks import FollowedMetrics
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
-    from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.consolidate import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
-    from lightning_shardckpt.lightning_cli import ShardedCLI
     from lightning_shardckpt.merging import merge
     from lightning_shardckpt.parallel.pipeline.build import Pipeline
     from lightning_shardckpt.parallel.sharding.fsdp import FSDP
@@ -30,8 +28,6 @@ __all__ = [
     "FSDP",
     "Pipeline",
     "ShardCkptIO",
-    "ShardedCLI",
-    "CheckpointMonitor",
     "FollowedMetrics",
     "load_from_checkpoint",
     "save",
@@ -43,7 +39,6 @@ __all__ = [
     "full_state_dict",
     "export_adapters",
     "merge",
-    "unify_lightning",
 ]
 
 _HOMES = {
@@ -51,8 +46,6 @@ _HOMES = {
     "FSDP": "parallel.sharding.fsdp",
     "Pipeline": "parallel.pipeline.build",
     "ShardCkptIO": "checkpoint_io",
-    "ShardedCLI": "lightning_cli",
-    "CheckpointMonitor": "callbacks",
     "FollowedMetrics": "callbacks",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
@@ -60,7 +53,6 @@ _HOMES = {
     "full_state_dict": "parallel.tensors.values",
     "export_adapters": "consolidate",
     "merge": "merging",
-    "unify_lightning": "compat.pytorch_lightning",
 }
 register_strategies()
 

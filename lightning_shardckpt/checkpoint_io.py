@@ -7,11 +7,9 @@ it, this is the CheckpointIO of one of Lightning's own strategies, which call it
 from __future__ import annotations
 
 import os
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -54,24 +52,6 @@ _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
 )
-_KEPT = 100
-
-
-@dataclass(slots=True)
-class FinishedSave:
-    """A complete save, with times measured on this rank.
-
-    Attributes:
-        step: of training, if the saved state has one.
-        seconds: from the call until the checkpoint was complete on all ranks.
-        blocked_seconds: in which the call blocked training; set when it has returned.
-        nbytes: of all files of the checkpoint, over all ranks.
-    """
-
-    step: int | None
-    seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    nbytes: int = 0
 
 
 class PickleByArguments:
@@ -157,7 +137,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
         self.is_async, self._exports = use_async, export is not None
         self._saves_in_background = False
-        self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
@@ -238,26 +217,17 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             self.enable_async(Ranks.alone())
         background, run = group.background, run_info(checkpoint, self._topology)
         describe = partial(self._describe, checkpoint)
-        began, finished = time.monotonic(), FinishedSave(run.step)
-
-        def complete(nbytes: int) -> None:
-            finished.seconds, finished.nbytes = time.monotonic() - began, nbytes
-            self.finished.append(finished)
-
         shared: dict[str, Any] = {"ranks": group.ranks, "run": run, "options": self.save_options}
-        shared |= {"storage": storage, "plans": group.plans, "on_complete": complete}
+        shared |= {"storage": storage, "plans": group.plans}
         saved = list[str]()
-        try:
-            if self._saves_in_background:
-                save_async(path, describe, background=background, **shared)
-            else:
-                background.settle(group.ranks, before=path)
-                saved += save(path, describe, **shared)
-            if self._exports and group.ranks.rank == 0:
-                export = partial(export_beside, absolute_path(path), storage)
-                background.follow(path, export, "not exported for transformers")
-        finally:
-            finished.blocked_seconds = time.monotonic() - began
+        if self._saves_in_background:
+            save_async(path, describe, background=background, **shared)
+        else:
+            background.settle(group.ranks, before=path)
+            saved += save(path, describe, **shared)
+        if self._exports and group.ranks.rank == 0:
+            export = partial(export_beside, absolute_path(path), storage)
+            background.follow(path, export, "not exported for transformers")
         self._warn([*(["\n".join(saved)] if saved else []), *self._notes()])
 
     def _describe(self, checkpoint: dict[str, Any]) -> Snapshot:

@@ -70,9 +70,6 @@ from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
 
-"""The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
-
-
 _CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 _OPTIMIZERS_LOADED = (
@@ -475,19 +472,18 @@ def _compare_hyper_parameters(
     if _CLI_MARK not in module.hparams or os.path.isfile(path):
         return
     stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
-    both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
-    differing = {
-        name: f"{name}={saved!r} in the checkpoint, {value!r} in the module"
-        for name, (saved, value) in both.items()
+    pairs = [(name, stored[name], value) for name, value in module.hparams.items() if name in stored]
+    differing = [
+        f"{name}={saved!r} in the checkpoint, {value!r} in the module"
+        for name, saved, value in pairs
         if isinstance(saved, plain) and isinstance(value, plain) and saved != value and name != _CLI_MARK
-    }
+    ]
     if not differing:
         return
-    remedy = (
-        f"{path!r} was saved with other hyper-parameters: {'; '.join(differing.values())}. LightningCLI reads them "
-        "only from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
+    message = (
+        f"{path!r} was saved with other hyper-parameters: {'; '.join(differing)}. LightningCLI reads them only from a "
+        "single file: pass them, such as --model.NAME=VALUE"
     )
     if not fitting:
-        given = " ".join(f"--model.{name}={both[name][0]}" for name in differing)
-        raise MismatchError(f"{remedy}, or pass {given}")
-    rank_zero_warn(remedy)
+        raise MismatchError(message)
+    rank_zero_warn(message)

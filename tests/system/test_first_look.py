@@ -15,7 +15,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shardckpt import load_from_checkpoint
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
 from tests.support import tiny
 from tests.support.boring import Keeps
 from tests.support.pool import run_ranks
@@ -105,10 +104,6 @@ def test_hyper_parameters_that_are_missing_are_named_at_a_save_and_at_a_load(tmp
     with pytest.raises(StateError, match=r"nested=…\)$"):
         load_from_checkpoint(Brings, saved, encoder=print)
     assert load_from_checkpoint(Brings, saved, encoder=1, nested=2).hparams == {"encoder": 1, "nested": 2}
-    with pytest.warns(UserWarning, match=r"does not hold the hyper-parameters \['encoder', 'nested'\]"):
-        assert stored_hyper_parameters(str(saved)) == {}
-    with pytest.warns(UserWarning, match="takes no hyper-parameters from .*which cannot be read as it is"):
-        assert stored_hyper_parameters(str(tmp_path / "none")) == {}
 
 
 class Configured(BoringModel):

@@ -30,7 +30,7 @@ ROWS = [
     {"api", "lazy", "consolidate", "merging", "checkpoint_io"},
     {"callbacks", "from_checkpoint", "resume_proof"},
     {"strategy"},
-    {"pytorch", "fabric", "cli", "lightning_cli"},
+    {"pytorch", "fabric", "cli"},
     {"__main__", "__init__"},
 ]
 # The same within the room that has rooms of its own.
@@ -40,7 +40,7 @@ PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
 KNOWS_LIGHTNING = {"compat", "callbacks", "checkpoint_io", "from_checkpoint", "resume_proof", "strategy", "pytorch"}
-KNOWS_LIGHTNING |= {"fabric", "lightning_cli"}
+KNOWS_LIGHTNING |= {"fabric"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python
 # What tests use of torch, of Lightning and of examples/text.py, and has the name of something of ours.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,31 +120,3 @@ def test_a_trainer_clips_as_it_is_told_until_the_undo(tmp_path: Path) -> None:
         undo()
         undo()
         assert clipped == [0.5] and not vars(run.precision_plugin).keys() & clip.keys()
-
-
-# ── packages that import pytorch_lightning and those that import lightning.pytorch get one Lig ────────────────────────
-
-
-UNIFIED = """
-import lightning_shardckpt
-lightning_shardckpt.unify_lightning()
-lightning_shardckpt.unify_lightning()
-import pytorch_lightning as pl
-import lightning.pytorch, lightning.fabric.plugins.io.checkpoint_io
-import lightning_fabric.plugins.io.checkpoint_io as io
-from pytorch_lightning.callbacks import ModelCheckpoint
-assert pl is lightning.pytorch and ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint
-assert io is lightning.fabric.plugins.io.checkpoint_io and pl.__spec__.name == "lightning.pytorch"
-from tests.support.boring import QUIET
-from pytorch_lightning.demos.boring_classes import BoringModel
-trainer = pl.Trainer(**QUIET, strategy=lightning_shardckpt.ShardedStrategy(), max_steps=1)
-trainer.fit(BoringModel())
-assert trainer.global_step == 1
-"""
-
-
-@pytest.mark.slow
-def test_both_names_are_one_lightning() -> None:
-    pytest.importorskip("pytorch_lightning")
-    ran = subprocess.run([sys.executable, "-c", UNIFIED], capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
