@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_sou
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, PEFT
 from lightning_shardckpt.state.peft import adapters_from_json
-from lightning_shardckpt.storage.posix import rename_with_flag, write_at
+from lightning_shardckpt.storage.posix import write_at
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -223,13 +223,9 @@ def export_beside(path: str, storage: Storage) -> list[str]:
                 with _objects(store, path, check_current) as create:
                     write(stored, export, create)
             else:
-
-                def rename(new: str, target: str, flag: int) -> bool:
-                    check_current()
-                    return rename_with_flag(new, target, flag)
-
-                with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True, rename) as (create, _):
+                with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True) as (create, _):
                     write(stored, export, create)
+                    check_current()
         except FileNotFoundError:
             check_current()
             raise

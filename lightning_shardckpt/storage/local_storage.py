@@ -37,22 +37,21 @@ from lightning_shardckpt.format.index import (
     read_prefix,
 )
 from lightning_shardckpt.storage.posix import (
-    Rename,
+    Exchange,
     can_exchange,
     errors_with_path,
-    is_mount_point,
+    exchange,
     keep_owner_and_mode,
     make_directories,
-    rename_with_flag,
     status_of,
     sync_directory,
     write_file,
 )
 from lightning_shardckpt.storage.protocol import Bytes, names_of_save
-from lightning_shardckpt.storage.temporaries import Temporary, delete, is_temporary, put_directory, temporary_name
+from lightning_shardckpt.storage.temporaries import Temporary, delete, is_temporary, temporary_name
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
-_ATTEMPTS = 20  # to open or to replace a path that other processes change meanwhile
+_ATTEMPTS = 20  # to open a path that saves replace meanwhile
 _PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
@@ -63,7 +62,7 @@ class LocalStorage:
         visible_within_s: the time within which a network file system shows a machine the changes of another.
         sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
             after a crash of the machine neither the old nor the new checkpoint may be left.
-        rename: renames with a flag, or returns False if the file system does not support it.
+        exchange: exchanges two names, or returns False if the file system does not support it.
         machine: the name of this machine in claims.
     """
 
@@ -72,11 +71,11 @@ class LocalStorage:
         visible_within_s: float = 60.0,
         *,
         sync_files: bool = True,
-        rename: Rename = rename_with_flag,
+        exchange: Exchange = exchange,
         machine: str | None = None,
     ) -> None:
         self.visible_within_s, self.sync_files = visible_within_s, sync_files
-        self.rename, self.machine = rename, machine
+        self.exchange, self.machine = exchange, machine
 
     def open(self, path: str) -> LocalReader:
         """Open the checkpoint at ``path``.
@@ -117,8 +116,7 @@ class LocalStorage:
         with closing(self.open(path)) as reader:
             names = os.listdir(path)
             if _is_filled_in_place(path, names):
-                others = [n for n in names if PREFIXED_NAME.fullmatch(n) and not n.startswith(reader.prefix or "?")]
-                return self._empty(path, [n for n in names if is_ours(n) and n not in others])
+                return self._empty(path, [name for name in names if is_ours(name)], reader.prefix)
         name = os.path.join(os.path.dirname(path), uuid4().hex)
         old = Temporary(name, uuid4().hex, machine=self.machine)
 
@@ -132,12 +130,15 @@ class LocalStorage:
             old.drop()
         return old.notes
 
-    def _empty(self, path: str, names: list[str]) -> list[str]:
+    def _empty(self, path: str, names: list[str], prefix: str) -> list[str]:
         _delete_export(path)
         os.unlink(os.path.join(path, ROOT_NAME))
         self.sync(path)
-        errors = [error for name in names if (error := delete(os.path.join(path, name))) is not None]
-        return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}" for error in errors[:1]]
+        for name in names:
+            is_of_another_save = PREFIXED_NAME.fullmatch(name) and not (prefix and name.startswith(prefix))
+            if not is_of_another_save and (error := delete(os.path.join(path, name))) is not None:
+                return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}"]
+        return []
 
     def sync(self, directory: str) -> None:
         """Sync a directory, unless syncs are disabled."""
@@ -153,7 +154,7 @@ def _why_none(path: str) -> str:
     return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}"
 
 
-# ── the target ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
@@ -164,7 +165,6 @@ def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
 
     Raises:
         FileExistsError: for anything else.
-        OSError: if the name is too long.
     """
     entry = status_of(target)
     if entry is None or stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced
@@ -173,11 +173,10 @@ def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
         raise FileExistsError(
             f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
         )
-    try:
-        names = os.listdir(target)
-    except FileNotFoundError:  # removed since
-        return None
-    if ROOT_NAME not in names and not all(not is_begun and _is_of_a_save(name) for name in names):
+    names = os.listdir(target)
+    if ROOT_NAME not in names and not all(
+        not is_begun and (PREFIXED_NAME.fullmatch(name) or is_temporary(name)) for name in names
+    ):
         raise FileExistsError(
             f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
             "replaced; move it or use another path"
@@ -185,35 +184,21 @@ def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
     return names
 
 
-def _is_of_a_save(name: str) -> bool:
-    return PREFIXED_NAME.fullmatch(name) is not None or is_temporary(name)
-
-
 def _is_filled_in_place(target: str, names: list[str]) -> bool:
     """Return True if a directory with these names is filled in place on any file system."""
     return (
         ROOT_NAME not in names
         or any(map(PREFIXED_NAME.fullmatch, names))
-        or is_mount_point(target)
+        or os.path.ismount(target)
         or not os.access(os.path.dirname(target), os.W_OK | os.X_OK, effective_ids=True)
-        or _is_current(target)
+        or (os.path.exists(os.curdir) and os.path.samefile(target, os.curdir))
     )
-
-
-def _is_current(target: str) -> bool:
-    try:
-        return os.path.samefile(target, ".")
-    except OSError:  # the current directory was deleted, or this user may not enter it
-        return False
 
 
 def _delete_export(directory: str) -> None:
     """Delete an export, which must not outlive its root index. Raises OSError."""
     if (error := delete(os.path.join(directory, EXPORT_FOLDER))) is not None:
         raise error
-
-
-# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LocalDraft:
@@ -255,7 +240,7 @@ class LocalDraft:
         try:
             os.mkdir(new.path)
             is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
-            if os.path.isdir(self._target) and not can_exchange(new.path, self._storage.rename):
+            if os.path.isdir(self._target) and not can_exchange(new.path, self._storage.exchange):
                 if os.path.islink(self._target):
                     raise FileExistsError(
                         f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
@@ -286,8 +271,13 @@ class LocalDraft:
     def _find_directory(self) -> str:
         """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
         pause, within_s = _PAUSE_S, self._storage.visible_within_s
-        deadline = time.monotonic() + within_s
+        deadline, claim = time.monotonic() + within_s, f"{os.path.basename(self._beside)}."
         while True:
+            with suppress(OSError):  # listing makes a network file system refresh its cache
+                os.listdir(os.path.dirname(self._target))
+                if any(name.startswith(claim) for name in os.listdir(self._target)):
+                    self._fill_in_place()
+                    return self._target
             try:
                 os.close(os.open(self._beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
                 self._directory = self._beside
@@ -295,11 +285,6 @@ class LocalDraft:
             except OSError as failure:
                 if failure.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-            with suppress(OSError):
-                claim = f"{os.path.basename(self._beside)}."
-                if any(name.startswith(claim) for name in os.listdir(self._target)):
-                    self._fill_in_place()
-                    return self._target
             if time.monotonic() >= deadline:
                 raise FileNotFoundError(
                     errno.ENOENT,
@@ -307,8 +292,6 @@ class LocalDraft:
                     f"{within_s:g} s ago; the path must be on a file system that all ranks share",
                     self._beside,
                 )
-            with suppress(OSError):
-                os.listdir(os.path.dirname(self._target))  # makes a network file system refresh its cache
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -319,17 +302,18 @@ class LocalDraft:
         self._claimed.publish(commit, sync=self._storage.sync_files)
 
     def _commit_beside(self, new: Temporary) -> list[str]:
-        for left in reversed(range(_ATTEMPTS)):
-            _replaceable_names(self._target, is_begun=True)
-            keep_owner_and_mode(self._target, new.path)
-            try:
-                return put_directory(self._storage.rename, new.path, self._target)
-            except OSError as conflict:  # another process may have removed or created the target meanwhile
-                if not left or conflict.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        raise AssertionError("unreachable")
+        """Move the directory to the target; return the new path of what was there."""
+        names = _replaceable_names(self._target, is_begun=True)
+        keep_owner_and_mode(self._target, new.path)
+        if not (names or os.path.islink(self._target)):
+            os.rename(new.path, self._target)
+            return []
+        if not self._storage.exchange(new.path, self._target):
+            raise FileExistsError(f"another process saved to {self._target!r} since this save began")
+        return [new.path]
 
     def _commit_in_place(self, new: Temporary) -> list[str]:
+        """Rename the root index, the last file; return the paths of the files of other saves, which have ended."""
         names = [name for name in os.listdir(self._target) if is_ours(name)]
         if missing := sorted(self._written - set(names)):
             raise FileExistsError(
@@ -393,11 +377,8 @@ class LocalReader:
         """Fill ``target`` with the file's bytes from ``offset`` on. Raises EOFError if the file is too short."""
         file, left, at = self._file(name), target, offset
         while left:
-            try:
+            with errors_with_path(os.path.join(self._path, name)):
                 count = os.preadv(file.descriptor, (left,), at)
-            except OSError as error:
-                error.filename = os.path.join(self._path, name)
-                raise
             if count == 0:
                 raise EOFError(f"{name} ends at byte {at}, expected {offset + len(target)}")
             left, at = left[count:], at + count
@@ -425,25 +406,17 @@ class LocalReader:
         try:
             with errors_with_path(os.path.join(self._path, name)):
                 mode = os.stat(stored, dir_fd=self._directory.descriptor, follow_symlinks=self._follow_links).st_mode
-                if stat.S_ISLNK(mode) or stat.S_ISSOCK(mode):
-                    raise FormatError(f"{name} is a link or a socket; a checkpoint holds regular files only")
                 if not stat.S_ISREG(mode):  # not even opened, since opening a device can act on it
-                    raise FormatError(f"{name} is not a regular file")
+                    raise FormatError(f"{name} is not a regular file; a checkpoint holds regular files only")
                 links = 0 if self._follow_links else os.O_NOFOLLOW
                 flags = os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC
                 return _OpenFile(os.open(stored, flags, dir_fd=self._directory.descriptor))
         except FileNotFoundError:
-            if self._is_replaced():
-                text = f"the checkpoint at {self._path!r} was replaced or deleted while it was read: load again"
-                raise OSError(errno.ESTALE, text) from None
-            raise
-
-    def _is_replaced(self) -> bool:
-        try:
-            now = os.stat(os.path.join(self._path, ROOT_NAME))
-        except OSError:
-            return self._root is not None
-        return self._root is not None and not os.path.samestat(self._root, now)
+            root = os.path.join(self._path, ROOT_NAME)
+            if self._root is None or (os.path.exists(root) and os.path.samestat(self._root, os.stat(root))):
+                raise
+            text = f"the checkpoint at {self._path!r} was replaced or deleted while it was read: load again"
+            raise OSError(errno.ESTALE, text) from None
 
 
 class _OpenFile:

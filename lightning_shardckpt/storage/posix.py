@@ -1,4 +1,4 @@
-"""File system calls: durable files and directories, renames, owners and modes, mount points, and locks.
+"""File system calls: durable files and directories, renames, owners and modes, and locks.
 
 Locks are advisory ``flock`` locks on open files, which the kernel releases when the process that holds them ends. A
 process that was forked in the meantime, such as a data loader's worker, shares them, so they are always unlocked
@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.storage.protocol import Bytes
 
-Rename = Callable[[str, str, int], bool]
-"""Renames with a flag, or returns False if the file system does not support it."""
-EXCHANGE, NO_REPLACE = 2, 1
+Exchange = Callable[[str, str], bool]
+"""Exchanges two names in one step, or returns False if the file system does not support it."""
+_EXCHANGE = 2  # RENAME_EXCHANGE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
@@ -67,28 +67,27 @@ def sync_directory(path: str) -> None:
         os.close(directory)
 
 
-def rename_with_flag(source: str, target: str, flag: int) -> bool:
-    """Rename with a flag of renameat2; return False if the system or the file system does not support the flag."""
+def exchange(one: str, other: str) -> bool:
+    """Exchange two names in one step; return False if the system or the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    action = "exchanging" if flag == EXCHANGE else "renaming"
-    raise OSError(code, f"{action} {source!r} and {target!r}: {os.strerror(code)}")
+    raise OSError(code, f"exchanging {one!r} and {other!r}: {os.strerror(code)}")
 
 
-def can_exchange(folder: str, rename: Rename) -> bool:
+def can_exchange(folder: str, exchange: Exchange) -> bool:
     """Return True if the file system of an empty directory exchanges two names."""
-    one, other = os.path.join(folder, "1"), os.path.join(folder, "2")
-    os.mkdir(one)
-    os.mkdir(other)
-    is_possible = rename(one, other, EXCHANGE)
-    os.rmdir(one)
-    os.rmdir(other)
+    names = os.path.join(folder, "1"), os.path.join(folder, "2")
+    for name in names:
+        os.mkdir(name)
+    is_possible = exchange(*names)
+    for name in names:
+        os.rmdir(name)
     return is_possible
 
 
@@ -123,17 +122,6 @@ def keep_owner_and_mode(target: str, new: str, *, writable: bool = False) -> boo
     if mode != stat.S_IMODE(os.lstat(new).st_mode):  # a change of the owner may have cleared bits
         os.chmod(new, mode)
     return True
-
-
-def is_mount_point(path: str) -> bool:
-    """Return True if a file system is mounted at a path, or a directory of the same one (which ``ismount`` misses)."""
-    if os.path.ismount(path):
-        return True
-    parent, name = os.path.split(path)
-    with os.scandir(parent) as entries:  # an entry has the inode below the mount
-        below = [entry.inode() for entry in entries if entry.name == name]
-    entry = status_of(path)
-    return entry is not None and below not in ([], [entry.st_ino])  # it may be removed or created meanwhile
 
 
 # ── content of files ──────────────────────────────────────────────────────────────────────────────────────────────────

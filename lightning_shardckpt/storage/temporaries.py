@@ -13,7 +13,6 @@ import errno
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
@@ -22,20 +21,16 @@ from uuid import uuid4
 
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.posix import (
-    EXCHANGE,
-    NO_REPLACE,
-    Rename,
     errors_with_path,
+    exchange,
     keep_owner_and_mode,
     locked,
     make_directories,
     release,
-    rename_with_flag,
     status_of,
     sync_directory,
     try_lock,
 )
-from lightning_shardckpt.system.text import count_text, size_text
 
 QUIET_S = 3600.0
 _FOLDER_WAIT_S = 5.0  # for the lock of a folder, which is held only briefly
@@ -173,27 +168,23 @@ def _is_held(path: str, owner: str | None) -> bool | None:
 
 def _remove_leftover(path: str, owner: str | None) -> list[str]:
     """Delete a temporary and its claim; return sentences for the user."""
-    sizes = [entry.st_size for entry in _entries(path) if stat.S_ISREG(entry.st_mode)]
-    leftover = f"the leftover of an unfinished save, {count_text(len(sizes), 'file')}, {size_text(sum(sizes))}"
     exists, error = os.path.lexists(path), delete(path)
     if error is not None:
-        return [f"could not remove {leftover}, {path!r}: {error}"]
+        return [f"could not remove the leftover of an unfinished save, {path!r}: {error}"]
     if owner is not None:
-        with suppress(OSError):
-            os.unlink(f"{path}.{owner}")
-    return [f"removed {leftover}, {os.path.basename(path)}"] if exists else []
-
-
-def _entries(path: str) -> Iterator[os.stat_result]:
-    """Yield the ``lstat`` of a temporary and of the files in it."""
-    with suppress(OSError):
-        yield os.lstat(path)
-        for name in os.listdir(path):
-            yield os.lstat(os.path.join(path, name))
+        delete(f"{path}.{owner}")
+    return [f"removed the leftover of an unfinished save, {path!r}"] if exists else []
 
 
 def _last_change(path: str, owner: str | None) -> float:
-    return max((entry.st_mtime for entry in (*_entries(f"{path}.{owner}"), *_entries(path))), default=0.0)
+    """Return when a temporary, its claim, or a file in it was changed last."""
+    last = 0.0
+    for name in (path, f"{path}.{owner}"):
+        with suppress(OSError):
+            last = max(last, os.lstat(name).st_mtime)
+            with os.scandir(name) as entries:
+                last = max([last, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
+    return last
 
 
 def delete(path: str) -> OSError | None:
@@ -213,35 +204,6 @@ def delete(path: str) -> OSError | None:
     return None
 
 
-# ── moves to the target ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def put_directory(rename: Rename, new: str, target: str) -> list[str]:
-    """Move a directory to the target; return the new path of what was there, if anything.
-
-    An exchange leaves no moment without a directory at the target; two renames, where it is not supported, do.
-    """
-    is_empty = os.path.isdir(target) and not os.path.islink(target) and not os.listdir(target)
-    if is_empty or not os.path.lexists(target):
-        os.rename(new, target)
-        return []
-    if rename(new, target, EXCHANGE):
-        return [new]
-    old = temporary_name(target, uuid4().hex)
-    os.rename(target, old)
-    os.rename(new, target)
-    return [old]
-
-
-def _put_new(rename: Rename, new: str, target: str) -> list[str]:
-    """Move a file or directory to the target. Raises FileExistsError if anything is there."""
-    if not rename(new, target, NO_REPLACE):
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
-        os.rename(new, target)
-    return []
-
-
 # ── outputs of exports ────────────────────────────────────────────────────────────────────────────────────────────────
 # An output is in place and durable when its context ends, with the mode, owner and group of what it replaces; after an
 # error in the context, none of it is left.
@@ -251,20 +213,17 @@ NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
 
 
 @contextmanager
-def output_file(path: str, *, overwrite: bool, rename: Rename = rename_with_flag) -> Iterator[tuple[int, list[str]]]:
-    """Create a file, and yield its descriptor and notes for the user. It replaces a regular file or a link atomically.
+def output_file(path: str, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
+    """Create a file, and yield its descriptor and notes for the user. With ``overwrite``, it may replace a file.
 
     Raises:
-        FileExistsError: if anything else is at ``path``, or another process is creating it.
+        FileExistsError: if anything is at ``path`` at the end, or another process is creating it.
         PermissionError: if the file that is there has an owner or group that cannot be kept.
     """
 
     def put(new: str, target: str) -> list[str]:
-        entry = status_of(target)
-        if entry is None or not overwrite:
-            return _put_new(rename, new, target)
-        if not (stat.S_ISREG(entry.st_mode) or stat.S_ISLNK(entry.st_mode)):
-            raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
+        if not overwrite and os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
         os.replace(new, target)
         return []
 
@@ -278,21 +237,26 @@ def output_file(path: str, *, overwrite: bool, rename: Rename = rename_with_flag
 
 
 @contextmanager
-def output_directory(
-    path: str, replaceable: Callable[[str], bool], rename: Rename = rename_with_flag
-) -> Iterator[tuple[NewFile, list[str]]]:
+def output_directory(path: str, replaceable: Callable[[str], bool]) -> Iterator[tuple[NewFile, list[str]]]:
     """Create a directory, and yield a function that creates files in it, and notes for the user.
 
     At the end, ``replaceable`` is called with the path of a directory that is there.
 
     Raises:
-        FileExistsError: if ``path`` must not be replaced, or another process is creating it.
+        OSError: if ``path`` must not be replaced, or another process is creating it.
         PermissionError: if the directory that is there has an owner or group that cannot be kept.
     """
 
     def put(new: str, target: str) -> list[str]:
-        is_directory = os.path.isdir(target) and not os.path.islink(target)
-        return (put_directory if is_directory and replaceable(target) else _put_new)(rename, new, target)
+        if not (os.path.isdir(target) and not os.path.islink(target) and os.listdir(target) and replaceable(target)):
+            os.rename(new, target)  # which replaces nothing but an empty directory
+            return []
+        if exchange(new, target):
+            return [new]
+        if (error := delete(target)) is not None:  # a file system that can't exchange two names
+            raise error
+        os.rename(new, target)
+        return []
 
     with _output(path, os.mkdir, put) as new:
         yield partial(_create_in, new.path), new.notes

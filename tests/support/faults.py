@@ -44,8 +44,8 @@ def _most_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def without_flags(source: str, target: str, flag: int) -> bool:
-    """Neither exchange two names nor refuse to replace one, as some network file systems."""
+def no_exchange(one: str, other: str) -> bool:
+    """Don't exchange two names, as some network file systems."""
     return False
 
 

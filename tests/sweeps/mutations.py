@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation("a key may be twice in an index", SAFE, "format/value_checks.py", "if len(value) != len(pairs):",
              "if False:", ("unit/format/test_format.py",)),
     Mutation("a link in a checkpoint is followed", SAFE, "storage/local_storage.py",
-             "if stat.S_ISLNK(mode) or stat.S_ISSOCK(mode):", "self._follow_links = True\n                if False:",
+             "if not stat.S_ISREG(mode):", "self._follow_links = True\n                if False:",
              ("unit/format/test_format.py::test_f6_a_link_in_place_of_a_file_is_refused",)),
     Mutation("a pickled object is executed although nobody allowed it", SAFE, "state/json_tree.py",
              "if unpickles else Pickled(name)", "if True else Pickled(name)",

@@ -182,7 +182,7 @@ def _linked(copy: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a link": (_linked, "is a link or a socket"),
+    "a link": (_linked, "is not a regular file"),
     "a pipe": (lambda c: os.unlink(c / "__0_0.distcp") or os.mkfifo(c / "__0_0.distcp"), "not a regular file"),
     "truncated": (lambda c: os.truncate(c / "__0_0.distcp", 4000), r"__0_0\.distcp, bytes \d+ to \d+ are wanted"),
     "empty": (lambda c: (c / ".metadata").write_bytes(b""), r"\.metadata"),
