@@ -22,8 +22,7 @@ import json
 import pickle
 import struct
 from collections.abc import Collection, Iterable, Mapping
-from copy import deepcopy
-from functools import lru_cache
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -49,15 +48,14 @@ from lightning_shardckpt.format.value_checks import (
 )
 from lightning_shardckpt.sources.open_source import DCP_NAME, find_dcp_directory
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
-from lightning_shardckpt.sources.torch_save import source_of_dicts
+from lightning_shardckpt.sources.torch_save import DictTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
-from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.storage.protocol import Reader, read_all
 
 META = "meta.pt"
-_SMALL_BYTES = 8 << 10  # of a value that is kept, since the settings of most parameters are equal
 _MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -73,16 +71,22 @@ def open_path(path: str, weights_only: bool = True) -> Source:
         raise CheckpointNotFoundError(f"{path!r} has no {DCP_NAME}: it is not a checkpoint of torch.distributed")
     with close_on_error(LocalReader(directory)) as reader:
         try:
-            return _source(directory, reader, _meta(reader, weights_only))
+            stored, meta = _Stored(directory, reader), _meta(directory, reader, weights_only)
+            model, optimizers, rest = assign_entries(stored.paths, stored.located, has_meta=meta is not None)
+            state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in model.items()}
+            others = stored.nested(rest) | (meta or {})
+            if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state
+                others["optimizer_states"] = [stored.optimizer(paths, model) for paths in optimizers]
+            return source_of_dicts(directory, stored.tensors, state_dict, others)
         except (FormatError, CorruptionError) as error:
             has_path = str(error).startswith(repr(directory))
             raise type(error)(str(error) if has_path else f"{directory!r}: {error}") from None
 
 
-def _meta(reader: LocalReader, weights_only: bool) -> dict[str, Any] | None:
+def _meta(path: str, reader: Reader, weights_only: bool) -> dict[str, Any] | None:
     """Return the content of Lightning's ``meta.pt``; None if there is no such file."""
     try:
-        meta = _load(reader, Archive(META, 0, reader.size(META)), weights_only=weights_only)
+        meta = _load(path, reader, Archive(META, 0, reader.size(META)), weights_only=weights_only)
     except FileNotFoundError:
         return None
     except FormatError as error:
@@ -93,26 +97,6 @@ def _meta(reader: LocalReader, weights_only: bool) -> dict[str, Any] | None:
     if not isinstance(meta, dict):
         raise FormatError(f"file {META} holds a {type(meta).__name__}, not a dict")
     return meta
-
-
-def _source(path: str, reader: LocalReader, meta: dict[str, Any] | None) -> Source:
-    stored = _Stored(reader)
-    model, optimizers, rest = assign_entries(stored.paths, stored.tensors, has_meta=meta is not None)
-    state_dict = {name: stored.value(key) if is_extra_state(name) else stored.get(key) for name, key in model.items()}
-    others = stored.nested(rest) | (meta or {})
-    if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state and groups
-        others["optimizer_states"] = [stored.optimizer(paths, model) for paths in optimizers]
-
-    def load(name: str) -> torch.Tensor:
-        try:
-            return stored.chunk(name)
-        except FormatError as error:
-            raise FormatError(f"checkpoint {path!r}, {error}") from None
-
-    def locate(_: str, stand_in: torch.Tensor) -> ForeignTensor:
-        return stored.located[id(stand_in)][1]
-
-    return source_of_dicts(path, reader, load, state_dict, others, locate)
 
 
 def assign_entries(
@@ -168,115 +152,96 @@ def _number(top: str) -> tuple[str, int]:
 
 
 class Archive(NamedTuple):
-    """A part of a file: what ``torch.save`` wrote."""
+    """A part of a file, which ``torch.save`` wrote: a value, or a tensor if it has a dtype (as in safetensors)."""
 
     file: str
     begin: int
     nbytes: int
+    dtype: str | None = None
+    shape: Shape = ()
 
     def __str__(self) -> str:
         return f"{self.file}, bytes {self.begin} to {self.begin + self.nbytes}"
 
 
-class Chunk(NamedTuple):
-    """An archive of a single tensor, a chunk of a stored one; its dtype is named as in safetensors."""
-
-    archive: Archive
-    dtype: str
-    shape: Shape
-
-
 class _Stored:
     """The entries of a directory as values, and as stand-ins for tensors.
 
-    Raises the errors of ``_read_metadata``, and a CorruptionError if a file is missing or too short.
-
     Attributes:
+        tensors: each "file" is a chunk of a stored tensor.
         paths: of the entries, by key.
-        tensors: by key; their boxes are in the "files" of ``chunks``.
-        chunks: by name.
-        located: stand-ins and the stored tensors that they stand for, by ``id`` of the stand-in.
+        located: stored tensors by key; other entries are values.
+
+    Raises:
+        FormatError: naming what ``.metadata`` has in place of an entry of torch.
+        CorruptionError: if a file is missing or too short.
     """
 
-    def __init__(self, reader: LocalReader) -> None:
-        self._reader, self._values = reader, dict[str, Archive]()
-        self.paths, self.tensors = dict[str, KeyPath](), dict[str, ForeignTensor]()
-        self.chunks = dict[str, Chunk]()
-        self.located: dict[int, tuple[torch.Tensor, ForeignTensor]] = {}
+    def __init__(self, path: str, reader: Reader) -> None:
+        self._path, self._reader, self.tensors = path, reader, DictTensors(reader)
+        self._values, self._sizes = dict[str, Archive](), dict[str, int]()
+        self.paths, self.located = dict[str, KeyPath](), dict[str, ForeignTensor]()
         try:
-            self._take(_read_metadata(reader))
+            metadata = _read_metadata(reader)
+            for key, entry in metadata.state_dict_metadata.items():
+                self._take(check_text(key), entry, metadata)
+        except CorruptionError:
+            raise
         except FormatError as error:
             raise FormatError(f"{DCP_NAME}: {error}") from None
         except _MALFORMED as error:
             raise FormatError(f"{DCP_NAME}: a malformed pickle: {shown(str(error))}") from None
-        archives = [*(chunk.archive for chunk in self.chunks.values()), *self._values.values()]
-        for archive in {a.file: a for a in sorted(archives, key=lambda a: a.begin + a.nbytes)}.values():
+
+    def _take(self, key: str, entry: Any, metadata: Metadata) -> None:
+        planned = metadata.planner_data
+        path: Any = planned.get(key) if isinstance(planned, dict) else None
+        is_path = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        self.paths[key] = path if is_path else (key,)  # it was not nested, or another planner saved it
+        if isinstance(entry, BytesStorageMetadata):
+            self._values[key] = self._archive(metadata, key, None)
+            return
+        dtype, shape, boxes = DTYPES.get(entry.properties.dtype), check_shape(entry.size), list[ForeignBox]()
+        if dtype is None:
+            raise FormatError(f"{shown(key)}: dtype {shown(entry.properties.dtype)} is not supported")
+        bytes_in(shape, dtype)
+        for start, lengths in {check_shape(c.offsets): check_shape(c.sizes) for c in entry.chunks}.items():
+            if 0 not in lengths:
+                archive = self._archive(metadata, key, start)._replace(dtype=dtype, shape=lengths)
+                self.tensors.loads[str(archive)] = partial(_load, self._path, self._reader, archive)
+                boxes.append(ForeignBox(Box.whole(lengths).shift(start), str(archive), 0))
+        self.located[key] = ForeignTensor(dtype, shape, tuple(boxes))
+
+    def _archive(self, metadata: Metadata, key: str, offset: Shape | None) -> Archive:
+        place = (metadata.storage_data or {}).get(MetadataIndex(key, offset))
+        if place is None:
+            raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
+        if transforms := place.transform_descriptors:
+            raise FormatError(f"{shown(key)} is stored through {shown(transforms)}")
+        archive = Archive(check_file_name(place.relative_path), check_size(place.offset), check_size(place.length))
+        if archive.file not in self._sizes:
             try:
-                size = reader.size(archive.file)
+                self._sizes[archive.file] = self._reader.size(archive.file)
             except FileNotFoundError:
                 raise CorruptionError(f"file {archive.file}: the file is missing") from None
-            if archive.begin + archive.nbytes > size:
-                raise CorruptionError(f"file {archive} are wanted, it has {size}")
-
-    def _take(self, stored: Metadata) -> None:
-        places, planner_data = stored.storage_data or {}, stored.planner_data
-
-        def archive(key: str, offset: Shape | None) -> Archive:
-            place = places.get(MetadataIndex(key, offset))
-            if place is None:
-                raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
-            if transforms := place.transform_descriptors:
-                raise FormatError(f"{shown(key)} is stored through {shown(transforms)}")
-            return Archive(check_file_name(place.relative_path), check_size(place.offset), check_size(place.length))
-
-        for key, entry in stored.state_dict_metadata.items():
-            path = planner_data.get(check_text(key)) if isinstance(planner_data, dict) else None
-            if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-                path = (key,)  # it was not nested, or another planner saved it
-            self.paths[key] = path
-            if isinstance(entry, BytesStorageMetadata):
-                self._values[key] = archive(key, None)
-                continue
-            dtype, shape, boxes = DTYPES.get(entry.properties.dtype), check_shape(entry.size), list[ForeignBox]()
-            if dtype is None:
-                raise FormatError(f"{shown(key)}: dtype {shown(entry.properties.dtype)} is not supported")
-            bytes_in(shape, dtype)
-            for start, lengths in {check_shape(c.offsets): check_shape(c.sizes) for c in entry.chunks}.items():
-                if 0 not in lengths:
-                    chunk = Chunk(archive(key, start), dtype, lengths)
-                    self.chunks[str(chunk.archive)] = chunk
-                    boxes.append(ForeignBox(Box.whole(lengths).shift(start), str(chunk.archive), 0))
-            self.tensors[key] = ForeignTensor(dtype, shape, tuple(boxes))
+        if archive.begin + archive.nbytes > (size := self._sizes[archive.file]):
+            raise CorruptionError(f"file {archive} are wanted, it has {size}")
+        return archive
 
     def get(self, key: str, min_ndim: int = 0) -> Any:
         """Return a stand-in for a tensor that has enough dims, else the value."""
-        tensor = self.tensors.get(key)
-        if tensor is None or len(tensor.shape) < min_ndim:
-            return self.value(key)
-        stand_in = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
-        self.located[id(stand_in)] = stand_in, tensor
-        return stand_in
+        tensor = self.located.get(key)
+        return self.value(key) if tensor is None or len(tensor.shape) < min_ndim else self.tensors.stand_in(tensor)
 
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""
         if key in self._values:
-            return _load(self._reader, self._values[key])
-        tensor = self.tensors[key]
-        if not bytes_in(tensor.shape, tensor.dtype):
+            return _load(self._path, self._reader, self._values[key])
+        tensor = self.located[key]
+        if 0 in tensor.shape:
             return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         if [box.box for box in tensor.boxes] != [Box.whole(tensor.shape)]:
             raise FormatError(f"{shown(key)} is a tensor of shape {tensor.shape}, where a small one is expected")
-        return self.chunk(tensor.boxes[0].file)
-
-    def chunk(self, name: str) -> torch.Tensor:
-        """Return the tensor of a chunk. Raises a FormatError if it is not in the archive."""
-        archive, *expected = self.chunks[name]
-        loaded = _load(self._reader, archive)
-        if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
-            raise FormatError(f"file {archive}: a {type(loaded).__name__}, not a dense tensor")
-        if (stored := [DTYPES.get(loaded.dtype), tuple(loaded.shape)]) != expected:
-            raise FormatError(f"file {archive}: {stored} is stored, expected {expected}")
-        return loaded.resolve_conj().resolve_neg()
+        return self.tensors.loads[tensor.boxes[0].file]()
 
     def nested(self, paths: Entries) -> dict[str, Any]:
         """Return the values of entries, nested by path."""
@@ -354,65 +319,40 @@ def _checked(groups: list[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-# ── archives ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _ArchiveFile(io.RawIOBase):
-    """An archive, opened for reading."""
-
-    def __init__(self, reader: Reader, archive: Archive) -> None:
-        self._reader, self._archive, self._at = reader, archive, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(offset + (0, self._at, self._archive.nbytes)[whence], 0)
-        return self._at
-
-    def readinto(self, target: Any) -> int:
-        memory = memoryview(target).cast("B")[: max(self._archive.nbytes - self._at, 0)]
-        self._reader.read_into(self._archive.file, self._archive.begin + self._at, memory)
-        self._at += len(memory)
-        return len(memory)
-
-
-def _load(reader: Reader, archive: Archive, *, weights_only: bool = True) -> Any:
-    """Return the content of an archive. Raises a FormatError that names file and bytes, if ``torch.load`` fails."""
-    file = _ArchiveFile(reader, archive)
+def _load(path: str, reader: Reader, archive: Archive, *, weights_only: bool = True) -> Any:
+    """Return the content of an archive. Raises a FormatError that names file and bytes, if it is another."""
+    file = io.BytesIO(bytes(archive.nbytes))
+    with file.getbuffer() as memory:
+        reader.read_into(archive.file, archive.begin, memory)
     try:
-        if archive.nbytes <= _SMALL_BYTES and weights_only:
-            return deepcopy(_load_small(file.readall()))
-        return torch.load(io.BufferedReader(file), "cpu", weights_only=weights_only)
-    except (MemoryError, FormatError, CorruptionError):
+        loaded = torch.load(file, "cpu", weights_only=weights_only)
+    except MemoryError:
         raise
     except Exception as error:  # torch raises a dozen kinds
         reason = shown(str(error).partition("\n")[0] or type(error).__name__)
-        raise FormatError(f"file {archive}: torch.load does not read it: {reason}") from None
-
-
-@lru_cache(maxsize=1024)
-def _load_small(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), "cpu", weights_only=True)
+        raise FormatError(f"{path!r}, file {archive}: torch.load does not read it: {reason}") from None
+    if archive.dtype is None:
+        return loaded
+    if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
+        raise FormatError(f"{path!r}, file {archive}: a {type(loaded).__name__}, not a dense tensor")
+    if (stored := (DTYPES.get(loaded.dtype), tuple(loaded.shape))) != archive[-2:]:
+        raise FormatError(f"{path!r}, file {archive}: {stored} is stored, expected {archive[-2:]}")
+    return loaded.resolve_conj().resolve_neg()
 
 
 # ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13;
+# Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.3 to 2.13;
 # olmo_core/distributed/checkpoint/filesystem.py, OLMo-core 1.9 to 3.0, whose _StorageInfo has the same fields.
 
 
-def _read_metadata(reader: LocalReader) -> Metadata:
+def _read_metadata(reader: Reader) -> Metadata:
     """Read ``.metadata``.
 
     Raises:
         FormatError: for a name that is not in the allow-list, or another content.
         Exception: one of ``_MALFORMED``, for an opcode that torch does not use, or a malformed pickle.
     """
-    file = _ArchiveFile(reader, Archive(DCP_NAME, 0, reader.size(DCP_NAME)))
-    stored = _Unpickler(io.BytesIO(file.readall())).load()
+    stored = _Unpickler(io.BytesIO(read_all(reader, DCP_NAME))).load()
     if not isinstance(stored, Metadata):
         raise FormatError(f"{shown(stored)} where a Metadata is expected")
     return stored
@@ -443,13 +383,12 @@ def _ignored(*_: object) -> None:
 _OF_TORCH = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta)
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _METADATA = "torch.distributed.checkpoint.metadata"
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _KNOWN: dict[str, Any] = {
     **{str(dtype): dtype for dtype in DTYPES},
     **{f"{_METADATA}.{kind.__name__}": kind for kind in _OF_TORCH},
     **{f"{one}.distributed.checkpoint.filesystem._StorageInfo": _Place for one in ("torch", "olmo_core")},
-    **{f"{module}.TensorProperties": _Properties for module in (_METADATA, _SHARDED_TENSOR)},
-    **dict.fromkeys((f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_SHARDED_TENSOR}.MEM_FORMAT_ENCODING"), _ignored),
+    f"{_METADATA}.TensorProperties": _Properties,
+    f"{_METADATA}._MEM_FORMAT_ENCODING": _ignored,
     **dict.fromkeys([f"{one}.{name}" for one in ("pathlib", "pathlib._local") for name in _PATH_CLASSES], _ignored),
     "torch.serialization._get_layout": _ignored,
     "torch.Size": tuple,

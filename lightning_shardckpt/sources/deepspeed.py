@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +24,15 @@ from torch.serialization import safe_globals
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.layout import Box, Shape
-from lightning_shardckpt.format.value_checks import check_file_name, check_shape
+from lightning_shardckpt.format.value_checks import check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL, find_deepspeed_directory
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
-from lightning_shardckpt.sources.torch_save import map_file, source_of_dicts
-from lightning_shardckpt.state.tensor_bytes import DTYPES, dtype_name
+from lightning_shardckpt.sources.torch_save import DictTensors, map_file, source_of_dicts
+from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_UNSUPPORTED = {
-    r"layer_\d+-model.*": "of a pipeline module",
-    r".*expert_\d+.*|.*expp_rank_\d+.*": "with experts",
-    r"offloaded_tensors": "with tensors offloaded to files",
-}
+_UNSUPPORTED = re.compile(r".*mp_rank_0*[1-9].*|layer_\d+-model.*|.*expert_\d+.*|.*expp_rank_\d+.*|offloaded_tensors")
 _OF_DEEPSPEED = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
     | {"shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"}
@@ -59,11 +56,20 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     if directory is None:
         raise CheckpointNotFoundError(f"{path!r} is not a checkpoint of DeepSpeed")
     models, optimizers = _rank_files(directory)
+    universal = [str(file.relative_to(directory)) for file in sorted(Path(directory, _UNIVERSAL).rglob("*.pt"))]
     with close_on_error(LocalReader(directory)) as reader:
+        tensors = DictTensors(reader, [*models, *optimizers, *universal])
         contents = [_load(directory, name, weights_only) for name in models]
         try:
-            states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
-            stored = _Stored(directory, contents, states)
+            if universal:
+                stored = _of_parameters(contents[0], {name: _load(directory, name) for name in universal})
+            else:
+                states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
+                stored = _of_ranks(directory, contents[0], states, tensors)
+            if any(isinstance(value, Tensor) and value.shape == (0,) for value in contents[0]["module"].values()):
+                stored.model.update(_frozen(directory, contents, tensors))
+            for alias, name in (contents[0]["shared_params"] or {}).items():
+                stored.model[alias] = stored.model[name]
         except ShardCkptError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -71,34 +77,24 @@ def open_path(path: str, weights_only: bool = True) -> Source:
         rest = _rest(contents[0])
         if stored.groups is not None:
             rest["optimizer_states"] = [{"state": stored.state, "param_groups": stored.groups}]
-        sizes = {name: reader.size(name) for name in (*models, *optimizers, *stored.files)}
-
-        def load(name: str) -> Tensor:
-            for file, size in sizes.items():  # to read the memory of a truncated file would end in a signal
-                if (now := reader.size(file)) < size:
-                    raise CorruptionError(f"{directory!r}: {file} has {now} bytes, it had {size} when it was opened")
-            return stored.vectors[name]
-
-        return source_of_dicts(directory, reader, load, stored.model, rest, stored.locate)
+        return source_of_dicts(directory, tensors, stored.model, rest)
 
 
 def _rank_files(directory: str) -> tuple[list[str], list[str]]:
     """Return the files of the model, and of the optimizer, by rank."""
     names = os.listdir(directory)
-    for unsupported, kind in _UNSUPPORTED.items():
-        if any(re.fullmatch(unsupported, name) for name in names):
-            raise FormatError(f"{directory!r}: a checkpoint of DeepSpeed {kind}, which is not read; {_REMEDY}")
+    if unsupported := sorted(filter(_UNSUPPORTED.fullmatch, names)):
+        raise FormatError(
+            f"{directory!r}: {unsupported[0]} is of model parallelism, a pipeline, experts or tensors offloaded to "
+            f"files, which is not read; {_REMEDY}"
+        )
     by_rank = []
     for pattern in (DEEPSPEED_MODEL, _OPTIMIZER):
-        found = {name: match for name in names if (match := pattern.fullmatch(name))}
-        if any(int(match[2]) for match in found.values()):
-            raise FormatError(f"{directory!r}: a model-parallel checkpoint of DeepSpeed, which is not read; {_REMEDY}")
-        by_rank.append({int(match[1] or 0): name for name, match in found.items()})
-    for files in by_rank:
-        missing = [rank for rank in range(max(files, default=-1)) if rank not in files]
-        if missing:
+        files = {int(match[1] or 0): match[0] for match in map(pattern.fullmatch, names) if match}
+        if missing := [rank for rank in range(max(files, default=-1)) if rank not in files]:
             raise CorruptionError(f"{directory!r}: the files of ranks {missing} are missing")
-    return [by_rank[0][rank] for rank in sorted(by_rank[0])], [by_rank[1][rank] for rank in sorted(by_rank[1])]
+        by_rank.append([files[rank] for rank in sorted(files)])
+    return by_rank[0], by_rank[1]
 
 
 class _StandIn:
@@ -116,12 +112,9 @@ _CLASSES: list[Any] = [
 ]
 
 
-def _load(directory: str, name: str, weights_only: bool = True) -> dict[str, Any]:
+def _load(directory: str, name: str, weights_only: bool = True) -> Any:
     with safe_globals(_CLASSES):
-        content = map_file(os.path.join(directory, name), weights_only)
-    if not isinstance(content, dict):
-        raise FormatError(f"{directory!r}: {name} holds a {type(content).__name__}, not a dict")
-    return content
+        return map_file(os.path.join(directory, name), weights_only)
 
 
 def _rest(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,9 +127,43 @@ def _rest(content: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-# ── flat vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class _Stored(NamedTuple):
+    """State dicts of the module and, by parameter, of the optimizer; its groups are None without an optimizer."""
+
+    model: dict[str, Any]
+    state: dict[Any, dict[str, Any]]
+    groups: list[dict[str, Any]] | None
+
+
+def _shapes(content: Mapping[str, Any]) -> list[dict[str, Shape]]:
+    """Return the shapes of the parameters in each vector."""
+    return [{name: check_shape(shape) for name, shape in group.items()} for group in content["param_shapes"] or ()]
+
+
+# ── universal checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────
 
 _UNIVERSAL = "zero"
+
+
+def _of_parameters(content: Mapping[str, Any], files: Mapping[str, Any]) -> _Stored:
+    """Return the state in the files of a universal checkpoint, ``zero/<parameter>/<state>.pt``."""
+    optimizer, shapes = files[f"{_UNIVERSAL}/optimizer_state.pt"], _shapes(content)
+    base = optimizer.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # ZeRO 3 has the steps only here
+    steps = {key: value for key, value in base.items() if not isinstance(value, Tensor) or not value.ndim}
+    model, state = dict(content["module"]), dict[Any, dict[str, Any]]()
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        state[name], folder = dict(steps), f"{_UNIVERSAL}/{name}/"
+        for file, value in files.items():
+            if file.startswith(folder):
+                tensor = value["param"] if isinstance(value, dict) else value
+                key = file.removeprefix(folder).removesuffix(".pt")
+                state[name][key] = tensor.view(shape) if tensor.ndim else tensor
+        model[name] = state[name].pop("fp32")
+    return _Stored(model, state, _named(optimizer["param_groups"], shapes))
+
+
+# ── flat vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
 _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 _BASE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
@@ -151,120 +178,62 @@ class _Piece(NamedTuple):
     begin: int
 
 
-class _Stored:
-    """The content of the files as state dicts, with stand-ins on the meta device for tensors in flat vectors.
-
-    Attributes:
-        model: the state dict of the module.
-        state: of the optimizer, by parameter.
-        groups: the optimizer's param groups; None without an optimizer.
-        vectors: the stored tensors, by the "file" of `locate`.
-        files: those of a universal checkpoint.
-    """
-
-    def __init__(self, path: str, models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
-        first, self._path = models[0], path
-        self.vectors = dict[str, Tensor]()
-        self._located: dict[int, tuple[Tensor, ForeignTensor]] = {}
-        self.model: dict[str, Any] = dict(first["module"])
-        self.state = dict[Any, dict[str, Any]]()
-        self.groups: list[dict[str, Any]] | None = None
-        self.files = list[str]()
-        shapes = [{name: check_shape(of) for name, of in group.items()} for group in first["param_shapes"] or ()]
-        if os.path.isdir(os.path.join(path, _UNIVERSAL)):
-            self._take_files(shapes)
-        elif ranks:
-            self._take_ranks(shapes, ranks)
-        elif shapes:
+def _of_ranks(
+    path: str, content: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], tensors: DictTensors
+) -> _Stored:
+    """Return the state in the files of ranks; with ZeRO, parameters and their state are parts of vectors."""
+    shapes, model = _shapes(content), dict(content["module"])
+    if not ranks:
+        if shapes:
             raise CorruptionError(f"{path!r}: the files of the optimizer (*_optim_states.pt) are missing")
-        elif first["optimizer"] is not None:  # ZeRO 0
-            self.state, self.groups = first["optimizer"]["state"], first["optimizer"]["param_groups"]
-        if any(isinstance(value, Tensor) and value.shape == (0,) for value in first["module"].values()):  # ZeRO 3
-            self._take_frozen(models)
-        for alias, name in (first["shared_params"] or {}).items():
-            self.model[alias] = self.model[name]
+        optimizer = content["optimizer"] or {"state": {}, "param_groups": None}  # ZeRO 0
+        return _Stored(model, optimizer["state"], optimizer["param_groups"])
+    counts, stage = ranks[0]["partition_count"], int(ranks[0]["zero_stage"])
+    if len(ranks) != (expected := max(counts) if isinstance(counts, list) else counts):
+        raise CorruptionError(f"{path!r}: {len(ranks)} files of an optimizer on {expected} ranks")
+    if stage == 3:
+        pieces = _partitions(shapes, [len(vector) for vector in ranks[0][_MASTERS[3]]], len(ranks))
+    else:
+        pieces = _slices(shapes, [rank["param_slice_mappings"] for rank in ranks])
+    masters, bases = [rank[_MASTERS[stage]] for rank in ranks], [rank[_BASE[stage]] for rank in ranks]
+    state: dict[Any, dict[str, Any]] = {}
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        parts, state[name] = pieces[name], {}
+        model[name] = _join(path, "weight", shape, parts, [masters[p.rank][p.number] for p in parts], tensors)
+        for key, value in bases[parts[0].rank]["state"].get(parts[0].number, {}).items() if parts else ():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                vectors = [bases[p.rank]["state"][p.number][key] for p in parts]
+                state[name][key] = _join(path, key, shape, parts, vectors, tensors)
+            else:
+                state[name][key] = value
+    return _Stored(model, state, _named(bases[0]["param_groups"], shapes))
 
-    def _take_ranks(self, shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Mapping[str, Any]]) -> None:
-        counts, stage = ranks[0]["partition_count"], int(ranks[0]["zero_stage"])
-        if len(ranks) != (expected := max(counts) if isinstance(counts, list) else counts):
-            raise CorruptionError(f"{self._path!r}: {len(ranks)} files of an optimizer on {expected} ranks")
-        if stage == 3:
-            pieces = _partitions(shapes, [len(vector) for vector in ranks[0][_MASTERS[3]]], len(ranks))
-        else:
-            pieces = _slices(shapes, [rank["param_slice_mappings"] for rank in ranks])
-        self._take(shapes, pieces, [rank[_MASTERS[stage]] for rank in ranks], [rank[_BASE[stage]] for rank in ranks])
 
-    def _take_files(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
-        """Take a universal checkpoint."""
+def _frozen(path: str, models: Sequence[Mapping[str, Any]], tensors: DictTensors) -> dict[str, Tensor]:
+    """Return frozen parameters of ZeRO 3, of which each rank has an equal part."""
+    frozen = {}
+    for name, size in (models[0]["frozen_param_shapes"] or {}).items():
+        parts, shape = [model["frozen_param_fragments"][name] for model in models], check_shape(size)
+        pieces = _partitions([{name: shape}], [len(parts[0])], len(models))[name]
+        vectors = [parts[piece.rank] for piece in pieces]
+        frozen[name] = _join(path, f"frozen {name}", shape, pieces, vectors, tensors)
+    return frozen
 
-        def read(*names: str) -> Any:
-            self.files.append(os.path.join(_UNIVERSAL, *names))
-            return map_file(os.path.join(self._path, self.files[-1]), True)
 
-        with safe_globals(_CLASSES):
-            optimizer = read("optimizer_state.pt")
-        base = optimizer.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # ZeRO 3 has the steps only here
-        steps = {key: value for key, value in base.items() if not isinstance(value, Tensor) or not value.ndim}
-        for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-            files = sorted(os.listdir(os.path.join(self._path, _UNIVERSAL, check_file_name(name))))
-            values = {file.removesuffix(".pt"): read(name, file) for file in files if file.endswith(".pt")}
-            tensors = {key: value["param"] if isinstance(value, dict) else value for key, value in values.items()}
-            shaped = {key: tensor.view(shape) if tensor.ndim else tensor for key, tensor in tensors.items()}
-            self.model[name] = shaped.pop("fp32")
-            self.state[name] = {**steps, **shaped}
-        self.groups = _named(optimizer["param_groups"], shapes)
-
-    def locate(self, name: str, tensor: Tensor) -> ForeignTensor:
-        """Return the boxes of a stand-in, or of another tensor of the files."""
-        if id(tensor) in self._located:
-            return self._located[id(tensor)][1]
-        self.vectors[name], shape = tensor, tuple(tensor.shape)
-        return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
-
-    def _take(
-        self,
-        shapes: Sequence[Mapping[str, Shape]],
-        pieces: Mapping[str, Sequence[_Piece]],
-        masters: Sequence[Sequence[Tensor]],
-        bases: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Take the parameters and their optimizer state; ``masters`` and state dicts of the optimizer are by rank."""
-        for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-            self.model[name] = self._stand_in("weight", shape, pieces[name], lambda p: masters[p.rank][p.number])
-            self.state[name] = {}
-            states = [bases[piece.rank]["state"].get(piece.number, {}) for piece in pieces[name][:1]]
-            for key, value in (states[0] if states else {}).items():
-                is_flat = isinstance(value, Tensor) and value.ndim > 0
-
-                def vector(piece: _Piece, key: str = key) -> Tensor:
-                    return bases[piece.rank]["state"][piece.number][key]  # type: ignore[no-any-return]
-
-                self.state[name][key] = self._stand_in(key, shape, pieces[name], vector) if is_flat else value
-        self.groups = _named(bases[0]["param_groups"], shapes)
-
-    def _take_frozen(self, models: Sequence[Mapping[str, Any]]) -> None:
-        """Take frozen parameters of ZeRO 3, of which each rank has an equal part."""
-        for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
-            parts = [model["frozen_param_fragments"][name] for model in models]
-            shape = check_shape(shape)
-            pieces = _partitions([{name: shape}], [len(parts[0])], len(models))[name]
-            self.model[name] = self._stand_in(f"frozen {name}", shape, pieces, lambda piece: parts[piece.rank])  # noqa: B023  # called at once
-
-    def _stand_in(
-        self, kind: str, shape: Shape, pieces: Sequence[_Piece], vector: Callable[[_Piece], Tensor]
-    ) -> Tensor:
-        boxes, dtype = list[ForeignBox](), torch.float32
-        for piece in pieces:
-            flat, name, begin = vector(piece), f"{kind}/{piece.rank}/{piece.number}", piece.begin
-            if begin + piece.size > len(flat):
-                raise FormatError(f"{self._path!r}: {name} has {len(flat)} elements, expected {begin + piece.size}")
-            self.vectors[name], dtype = flat, flat.dtype
-            for box in flat_boxes(shape, piece.first, piece.first + piece.size):
-                boxes.append(ForeignBox(box, name, begin * dtype.itemsize))
-                begin += box.numel
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
-        self._located[id(tensor)] = tensor, ForeignTensor(DTYPES[dtype], shape, tuple(boxes))
-        return tensor
+def _join(
+    path: str, kind: str, shape: Shape, pieces: Sequence[_Piece], vectors: Sequence[Tensor], tensors: DictTensors
+) -> Tensor:
+    """Return the stand-in for a tensor whose pieces are in vectors."""
+    boxes, dtype = list[ForeignBox](), torch.float32
+    for piece, vector in zip(pieces, vectors, strict=True):
+        name, begin, dtype = f"{kind}/{piece.rank}/{piece.number}", piece.begin, vector.dtype
+        if begin + piece.size > len(vector):
+            raise FormatError(f"{path!r}: {name} has {len(vector)} elements, expected {begin + piece.size}")
+        tensors.loads[name] = vector.detach
+        for box in flat_boxes(shape, piece.first, piece.first + piece.size):
+            boxes.append(ForeignBox(box, name, begin * dtype.itemsize))
+            begin += box.numel
+    return tensors.stand_in(ForeignTensor(DTYPES[dtype], shape, tuple(boxes)))
 
 
 def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
@@ -317,21 +286,17 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     >>> [(box.start, box.stop) for box in flat_boxes((3, 4), 2, 9)]
     [((0, 2), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (3, 1))]
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield Box((), ())
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    parts = [(first - 1, start, min(stop, first * row))] if start < first * row else []
-    if first < last:
-        parts.append((-1, first, last))
-    if stop > last * row and last >= first:
-        parts.append((last, max(start, last * row), stop))
-    for index, begin, end in parts:
-        if index < 0:
-            yield Box((begin, *(0 for _ in shape[1:])), (end, *shape[1:]))
+    row, inner = prod(shape[1:]), shape[1:]
+    while start < stop:
+        index, at = divmod(start, row)
+        if at == 0 and start + row <= stop:  # whole rows
+            yield Box((index, *(0 for _ in inner)), (stop // row, *inner))
+            start = stop // row * row
             continue
-        for box in flat_boxes(shape[1:], begin - index * row, end - index * row):
+        end = min(stop, start - at + row)
+        for box in flat_boxes(inner, at, at + end - start):
             yield Box((index, *box.start), (index + 1, *box.stop))
+        start = end

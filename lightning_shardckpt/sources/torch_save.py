@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box
-from lightning_shardckpt.format.value_checks import bytes_in, shown
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
@@ -25,11 +26,15 @@ from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts, versions_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 _HELD_TENSORS = 2  # two threads are rarely further apart
+_UNREADABLE = (
+    *(RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError),
+    *(BadZipFile, struct.error),
+)
 
 
 def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
@@ -44,48 +49,93 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
         files: names of several files, each with a part of a state dict.
     """
     folder, name = os.path.split(os.path.abspath(path)) if files is None else (path, "")
+    names = files or [name]
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        sizes = {name: reader.size(name) for name in files or [name]}
-        contents = [map_file(os.path.join(folder, name), weights_only) for name in sizes]
-        mapped = dict[str, torch.Tensor]()
-
-        def locate(name: str, tensor: torch.Tensor) -> ForeignTensor:
-            mapped[name], shape = tensor, tuple(tensor.shape)
-            return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
-
-        def load(name: str) -> torch.Tensor:
-            for file, size in sizes.items():  # to read the memory of a truncated file would end in a signal
-                if (now := reader.size(file)) < size:
-                    raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
-            return mapped[name]
+        tensors = DictTensors(reader, names)
+        contents = [map_file(os.path.join(folder, name), weights_only) for name in names]
 
         def source(only: str | None) -> Source:
             (rest, state_dict), *others = [_split(content, path, only) for content in contents]
             for _, other in others:
                 state_dict = {**(state_dict or {}), **(other or {})}
-            return source_of_dicts(path, reader, load, state_dict, rest, locate, lambda: source(None))
+            return source_of_dicts(path, tensors, state_dict, rest, lambda: source(None))
 
         return source("model")
 
 
+class DictTensors:
+    """The tensors of dicts from files; for readers, each is a file of its row-major bytes, which are checked when read.
+
+    A tensor is in memory, or a stand-in on the meta device for parts of others, which are loaded when they are read.
+    Implements ``Reader``.
+
+    Args:
+        files: the reader of the files that hold the tensors.
+        mapped: names of files that are mapped into memory.
+
+    Attributes:
+        loads: return tensors, by the names of their "files".
+    """
+
+    high_latency = False
+
+    def __init__(self, files: Reader, mapped: Iterable[str] = ()) -> None:
+        self._files, self._lock = files, Lock()
+        self._sizes = {name: files.size(name) for name in mapped}
+        self._located = dict[int, tuple[torch.Tensor, ForeignTensor]]()
+        self.loads = dict[str, Callable[[], torch.Tensor]]()
+        self._bytes = lru_cache(_HELD_TENSORS)(lambda name: host_bytes(self.loads[name]()))
+
+    def stand_in(self, tensor: ForeignTensor) -> torch.Tensor:
+        """Return a tensor without memory, for one in "files" of ``loads``."""
+        new = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
+        self._located[id(new)] = new, tensor
+        return new
+
+    def locate(self, name: str, tensor: torch.Tensor) -> ForeignTensor:
+        """Return the stored tensor for one in a dict, given a name for it."""
+        if (located := self._located.get(id(tensor))) is not None:
+            return located[1]
+        self.loads[name], shape = lambda: tensor, tuple(tensor.shape)
+        return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
+
+    def size(self, name: str) -> int:
+        """Return the length of a tensor in bytes, which is not known before it is loaded: no limit."""
+        return sys.maxsize
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` with a tensor's row-major bytes from ``offset`` on."""
+        for file, size in self._sizes.items():  # to read the memory of a truncated file would end in a signal
+            if (now := self._files.size(file)) < size:
+                raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
+        with self._lock:  # threads read near ranges, most often of the same tensor
+            content = self._bytes(name)
+        piece = torch.frombuffer(content, dtype=torch.uint8, count=len(target), offset=offset)
+        torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return sorted(self.loads)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
 def source_of_dicts(
     path: str,
-    files: Reader,
-    load: Callable[[str], torch.Tensor],
+    tensors: DictTensors,
     state_dict: Mapping[str, Any] | None,
     rest: dict[str, Any],
-    locate: Callable[[str, torch.Tensor], ForeignTensor],
     all_modules: Callable[[], Source] | None = None,
 ) -> Source:
     """Return the source of Lightning's checkpoint dict.
 
     Args:
         path: of the checkpoint.
-        files: the reader of the files that hold the tensors.
-        load: returns the tensor of a box, by the name of its "file".
+        tensors: of the dicts.
         state_dict: of the model; None if there is none.
         rest: the other entries; changed.
-        locate: returns the stored tensor of one in the dicts, given a name for it and the tensor.
         all_modules: see ``Source``.
     """
     leaves, documents = dict[str, Leaves](), dict[str, Any]()
@@ -97,51 +147,9 @@ def source_of_dicts(
     if FROZEN in rest:
         check_document("frozen", rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
-    tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
-    nbytes = dict[str, int]()
-    for stored in (stored for named in tensors.values() for stored in named.values()):
-        for box, file, begin in stored.boxes:
-            nbytes[file] = max(nbytes.get(file, 0), begin + bytes_in(box.shape, stored.dtype))
-    reader = LoadedTensors(files, nbytes, load)
+    stored = {n: {key: tensors.locate(f"{n}/{key}", t) for key, t in of.tensors.items()} for n, of in leaves.items()}
     aliases = {name: one.aliases for name, one in leaves.items()}
-    return foreign_source(path, reader, tensors, aliases, documents, rest, all_modules)
-
-
-class LoadedTensors:
-    """A reader for which every tensor is a file of its row-major bytes, copied from what ``load`` returns.
-
-    Implements ``Reader``.
-
-    Args:
-        files: the reader of the files that hold the tensors.
-        nbytes: of each tensor, by name.
-        load: returns a tensor by name.
-    """
-
-    high_latency = False
-
-    def __init__(self, files: Reader, nbytes: Mapping[str, int], load: Callable[[str], torch.Tensor]) -> None:
-        self._files, self._nbytes, self._lock = files, nbytes, Lock()
-        self._bytes = lru_cache(_HELD_TENSORS)(lambda name: host_bytes(load(name)))
-
-    def size(self, name: str) -> int:
-        """Return the length of a tensor in bytes."""
-        return self._nbytes[name]
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with a tensor's row-major bytes from ``offset`` on."""
-        with self._lock:  # threads read near ranges, most often of the same tensor
-            content = self._bytes(name)
-        piece = torch.frombuffer(content, dtype=torch.uint8, count=len(target), offset=offset)
-        torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return sorted(self._nbytes)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    return foreign_source(path, tensors, stored, aliases, documents, rest, all_modules)
 
 
 def leaves_out_frozen(path: str) -> bool:
@@ -159,19 +167,16 @@ def map_file(path: str, weights_only: bool) -> Any:
     try:
         with ZipFile(path) as archive:  # torch would map the bytes of a compressed entry as values
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type]
-    except (OSError, BadZipFile, NotImplementedError, ValueError, LookupError, struct.error):
-        packed = []  # torch.load says what it is
-    if packed:
-        raise FormatError(
-            f"{path!r} was packed again by another program: {shown(packed[0])} in it is compressed, so it can't be "
-            "mapped into memory. Save it again: torch.save(torch.load(path, weights_only=True), path)"
-        )
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        if not packed:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except FileNotFoundError:
         raise CorruptionError(f"{path!r}: the file is missing") from None
-    except (RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
+    raise FormatError(
+        f"{path!r} was packed again by another program: {shown(packed[0])} in it is compressed, so it can't be mapped "
+        "into memory. Save it again: torch.save(torch.load(path, weights_only=True), path)"
+    )
 
 
 def _split(content: Any, path: str, only: str | None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
