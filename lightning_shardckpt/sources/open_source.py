@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 DCP_NAME = ".metadata"
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-READABLE = (ROOT_NAME, DCP_NAME)
-"""Files that mark a readable checkpoint directory: this package's, and torch.distributed.checkpoint's."""
+_MARKS = frozenset({ROOT_NAME, DCP_NAME})  # files that mark a checkpoint directory
 
 
 def find_dcp_directory(path: str) -> str | None:
@@ -44,15 +43,11 @@ def find_dcp_directory(path: str) -> str | None:
 
 def find_deepspeed_directory(path: str) -> str | None:
     """Return the directory with DeepSpeed's files of ranks: ``path``, or the one that its file ``latest`` names."""
-    if not os.path.isdir(path):
-        return None
-    if any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(path))):
-        return path
-    try:
+    tagged = path
+    with suppress(OSError, ValueError):
         tagged = os.path.join(path, check_file_name(Path(path, "latest").read_text("utf-8")[:4096].strip()))
-    except (OSError, ValueError):
-        return None
-    return tagged if os.path.isdir(tagged) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(tagged))) else None
+    is_one = os.path.isdir(tagged) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(tagged)))
+    return tagged if is_one else None
 
 
 class Format(NamedTuple):
@@ -77,9 +72,6 @@ FORMATS = [
 ]
 
 
-_BESIDE_OURS = ("hugging_face", "deepspeed")  # an export for transformers, and files that somebody put there
-
-
 def detect_format(path: str) -> Format | None:
     """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
 
@@ -91,12 +83,13 @@ def detect_format(path: str) -> Format | None:
         FormatError: naming the candidates, if several formats match.
     """
     name = os.path.basename(path)
-    if (name in (*READABLE, "meta.pt") or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
+    if (name in (*_MARKS, "meta.pt") or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path)}")
     if _is_unfinished(Path(path)):
         return None
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
-    matching = [one for one in FORMATS if not (ours and one.module in _BESIDE_OURS) and one.matches(path)]
+    beside = ("hugging_face", "deepspeed") if ours else ()  # an export, or files that somebody put there
+    matching = [one for one in FORMATS if one.module not in beside and one.matches(path)]
     names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
     if len(names) > 1:
         raise FormatError(f"{path!r} is {' and '.join(names)} at once, so the format is ambiguous. Move one elsewhere.")
@@ -168,17 +161,13 @@ def open_on_ranks(
     def compare(views: list[dict[str, Any]], look_again: bool) -> dict[str, Any]:
         if "id" in views[0] and all(view.get("id") == views[0]["id"] for view in views):
             return {"state": None if live is None else live.agree([view["state"][0] for view in views])}
-        missing = [rank for rank, view in enumerate(views) if "missing" in view]
-        if len(missing) < len(views) and look_again:
+        if not any("id" in view for view in views):
+            raise CheckpointNotFoundError(views[0]["missing"])
+        if look_again:
             return {}
-        if missing:
-            others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
-            if len(missing) < len(views):
-                others += "; the others see one: the path must be on a file system that all ranks share"
-            raise CheckpointNotFoundError(views[missing[0]]["missing"] + others)
-        save_ids = [view["id"] for view in views]
+        found = [view.get("id") or view["missing"] for view in views]
         raise MismatchError(
-            f"the ranks see different checkpoints at {path!r}: {save_ids}; the path must be on a file system that all "
+            f"the ranks see different checkpoints at {path!r}: {found}; the path must be on a file system that all "
             "ranks share"
         )
 
@@ -251,35 +240,7 @@ def open_checkpoint(
 
 # ── no checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
-
-# (pattern of a name in a folder, what the folder is and the remedy); the first match counts.
-_UNREADABLE = (
-    (
-        r"zero_to_fp32\.py|global_step\d+|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",
-        "holds files of DeepSpeed without those of the model; give the path of the folder with *_model_states.pt",
-    ),
-    (
-        r"latest_checkpointed_iteration\.txt|iter_\d{7}",
-        "is a checkpoint of Megatron-LM; convert it to a Hugging Face model directory with Megatron's tools",
-    ),
-    (
-        r"(pytorch_optim\.bin|optimizer\.safetensors)\.index(\..+)?\.json",
-        "is an optimizer of ColossalAI's Booster, whose weights are read: load the model's directory, and begin with a "
-        "new optimizer",
-    ),
-    (
-        r"__\d+_\d+\.distcp",
-        "is an unfinished save of torch.distributed.checkpoint, which TorchTitan and others use: it has no .metadata; "
-        "load an earlier checkpoint",
-    ),
-    (r"step-\d+", "holds folders of steps, as TorchTitan makes; give the path of one of them"),
-    (
-        r".+\.safetensors|pytorch_model.*\.bin",
-        "holds files of weights without the index that says which tensor is in which; put it there (Hugging Face's is "
-        "model.safetensors.index.json), or give the path of one file",
-    ),
-)
+_LOOKED_AT, _SUGGESTED = 2000, 3
 
 
 def describe_path(path: str | os.PathLike[str]) -> str | None:
@@ -296,9 +257,7 @@ def describe_path(path: str | os.PathLike[str]) -> str | None:
     if readable := next((one for one in FORMATS if one.matches(str(path))), None):
         remedy = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
         return f"{str(path)!r} is {readable.name}, not of lightning-shardckpt; {remedy}"
-    names = sorted(os.listdir(path))
-    known = (text for pattern, text in _UNREADABLE if any(re.fullmatch(pattern, name) for name in names))
-    return next((f"{str(path)!r} {text}" for text in known), None)
+    return None
 
 
 def _is_unfinished(path: Path) -> bool:
@@ -312,30 +271,16 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
     """Return a question that names checkpoints around ``path``, if there are any: above, else below, else beside it."""
     here = Path.cwd()
     path = here / path
-    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent) else []
-    suggestions = above or list(islice(_below(path), _SUGGESTED)) or _beside(path)
-    names = [one.relative_to(here) if one.is_relative_to(here) and one != here else one for one in suggestions]
-    return f"; did you mean {' or '.join(repr(str(name)) for name in names)}?" if names else ""
+    found = [path.parent] if _is_checkpoint(path.parent) else []
+    if not found:
+        below = (Path(folder) for folder, _, files in islice(os.walk(path), _LOOKED_AT) if not _MARKS.isdisjoint(files))
+        found = sorted(one for one in below if one != path and "/." not in f"/{one.relative_to(path)}")
+    if not found:
+        beside = {one.name: one for one in path.parent.glob("*") if _is_checkpoint(one)}
+        found = [beside[name] for name in difflib.get_close_matches(path.name, sorted(beside))]
+    names = [one.relative_to(here) if one.is_relative_to(here) and one != here else one for one in found]
+    return f"; did you mean {' or '.join(repr(str(name)) for name in names[:_SUGGESTED])}?" if names else ""
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(os.path.isfile(path / mark) for mark in READABLE)  # False if it is in a directory that may not be read
-
-
-def _below(path: Path) -> Iterator[Path]:
-    """Yield checkpoints under a directory, a few levels deep; looks at a bounded number of directories."""
-    for directory, folders, files in islice(os.walk(path), _LOOKED_AT):
-        found, is_checkpoint = Path(directory), not set(READABLE).isdisjoint(files)
-        if is_checkpoint and found != path:
-            yield found
-        is_deep = is_checkpoint or len(found.relative_to(path).parts) >= _DEPTH
-        folders[:] = [] if is_deep else sorted(name for name in folders if not name.startswith("."))
-
-
-def _beside(path: Path) -> list[Path]:
-    """Return siblings with a similar name."""
-    try:
-        names = [name for name in sorted(os.listdir(path.parent)) if _is_checkpoint(path.parent / name)]
-    except OSError:  # it does not exist, is a file, or may not be read
-        return []
-    return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=_SUGGESTED, cutoff=0.6)]
+    return any(os.path.isfile(path / mark) for mark in _MARKS)  # False if it is in a directory that may not be read

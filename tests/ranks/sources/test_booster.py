@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_shardckpt import load
 from lightning_shardckpt import open as open_checkpoint
-from lightning_shardckpt.errors import CheckpointNotFoundError
 from tests.support import other_programs
 from tests.support.whole_state import differing
 
@@ -39,9 +38,3 @@ def test_weights_are_read_with_any_prefix_of_file_names(tmp_path: Path, safe: bo
     assert not differing(dict(live.state_dict()), dict(saved.state_dict()))
     with open_checkpoint(tmp_path / "a") as checkpoint:
         assert torch.equal(checkpoint["embed.weight"][2:4], saved.embed.weight[2:4])
-
-
-def test_a_sharded_optimizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_optim.bin.index.json").write_text('{"metadata": {}, "weight_map": {}}')
-    with pytest.raises(CheckpointNotFoundError, match=r"optimizer of ColossalAI's Booster.*begin with a new optimizer"):
-        load(tmp_path)
