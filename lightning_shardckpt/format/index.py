@@ -34,7 +34,6 @@ from lightning_shardckpt.format.value_checks import (
     decode_index,
     parse_json,
     shown,
-    to_json_texts,
 )
 
 ROOT_NAME = "checkpoint.index.json"
@@ -222,31 +221,28 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         "component": index.component,
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
+        "metadata": {},
     }
-    fields: dict[tuple[int, Shape, str, str], str] = {}  # shared by entries whose fields are equal
-    metadata = []
-    for name, entries in zip(to_json_texts(list(index.shards)), index.shards.values(), strict=True):
-        first, *more = [_entry_to_json(entry, index.rank, fields) for entry in entries]
-        more_text = f',"more":[{",".join(f"{{{entry}}}" for entry in more)}]' if more else ""
-        metadata.append(f"{name}:{{{first}{more_text}}}")
-    text = f'{compact(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
+    for name, entries in index.shards.items():
+        first, *more = [_entry_to_json(entry, index.rank) for entry in entries]
+        head["metadata"][name] = {**first, "more": more} if more else first
+    text = compact(head).encode()
     check_json_size(text, "an index")
     return text
 
 
-def _entry_to_json(entry: ShardEntry, rank: int, fields: dict[tuple[int, Shape, str, str], str]) -> str:
-    fields_key = id(entry.box), entry.global_shape, entry.dtype, entry.file
-    if fields_key not in fields:
-        values = {
-            "offsets": entry.box.start,
-            "lengths": entry.box.shape,
-            "global_shape": entry.global_shape,
-            "dtype": entry.dtype,
-            "file": entry.file,
-            "rank": rank,
-        }
-        fields[fields_key] = compact(values)[1:-1]
-    return f'{fields[fields_key]},"begin":{entry.begin},"block":{entry.block},"checksums":"{entry.checksums}"'
+def _entry_to_json(entry: ShardEntry, rank: int) -> dict[str, Any]:
+    return {
+        "offsets": entry.box.start,
+        "lengths": entry.box.shape,
+        "global_shape": entry.global_shape,
+        "dtype": entry.dtype,
+        "file": entry.file,
+        "rank": rank,
+        "begin": entry.begin,
+        "block": entry.block,
+        "checksums": entry.checksums,
+    }
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:

@@ -79,14 +79,6 @@ def build_header(
     return start, tuple([len(start) + offset for offset in offsets])
 
 
-class HeaderLengthError(ValueError):
-    """Raised if a file claims a header longer than the file or than the limit; callers add the file's name."""
-
-    def __init__(self, length: int, file_nbytes: int) -> None:
-        super().__init__(f"the header claims {length} bytes of a file of {file_nbytes}")
-        self.length = length
-
-
 def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int) -> bytes:
     """Return the bytes of a file before its first tensor, unparsed: the length of the header and the header.
 
@@ -95,13 +87,13 @@ def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int
         file_nbytes: length of the file.
 
     Raises:
-        HeaderLengthError: if the claimed length is impossible; raised before memory is allocated for the header.
+        EOFError: if the claimed length is impossible; raised before memory is allocated for the header.
     """
     prefix = bytearray(LENGTH_BYTES)
     read_into(0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
     if length > min(file_nbytes - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise HeaderLengthError(length, file_nbytes)
+        raise EOFError(f"the header claims {length} bytes of a file of {file_nbytes}")
     text = bytearray(length)
     read_into(LENGTH_BYTES, memoryview(text))
     return bytes(prefix + text)

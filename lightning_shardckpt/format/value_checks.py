@@ -11,7 +11,6 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
 
@@ -55,18 +54,13 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{16}")
 _HEX_PATTERN = re.compile(r"[0-9a-f]*")
 
 _BOUNDED = reprlib.Repr()
-_BOUNDED.maxlevel = 4
-_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = _BOUNDED.maxfrozenset = 20
-_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 250
+_BOUNDED.maxlevel, _BOUNDED.maxlist, _BOUNDED.maxtuple, _BOUNDED.maxdict = 4, 20, 20, 20
+_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 200
 
 
 def shown(value: Any) -> str:
-    """Return a value's repr for a message, cut to a bounded length."""
-    nested = isinstance(value, list | tuple | dict | set | frozenset) and any(
-        isinstance(item, list | tuple | dict | set | frozenset)
-        for item in (value.values() if isinstance(value, dict) else value)
-    )
-    text = _BOUNDED.repr(value) if nested else repr(value)  # the repr of shared nested values can grow exponentially
+    """Return a value's repr for a message, cut to a bounded length, also if shared values would let it grow."""
+    text = _BOUNDED.repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
@@ -148,7 +142,6 @@ def check_text(value: Any) -> str:
 
 
 DIGITS = 16
-_MAX_CACHED_BLOCKS = 256  # per tensor; checkpoints of other writers may have more and smaller blocks
 
 
 def checksum(*parts: bytes | memoryview) -> str:
@@ -174,7 +167,7 @@ def checksum_blocks(data: memoryview, block: int) -> str:
     digest = xxhash.xxh3_64_hexdigest  # called directly, since there are many blocks
     if 0 < len(data) <= block:  # a fast path for small tensors, which are many
         return digest(data)
-    return "".join([digest(data[part]) for part in _block_slices(len(data), block)])
+    return "".join([digest(data[at : at + block]) for at in range(0, len(data), block)])
 
 
 def slice_checksums(checksums: str, first: int, count: int) -> str:
@@ -184,17 +177,6 @@ def slice_checksums(checksums: str, first: int, count: int) -> str:
     'bbbbbbbbbbbbbbbb'
     """
     return checksums[first * DIGITS : (first + count) * DIGITS]
-
-
-def _block_slices(nbytes: int, block: int) -> tuple[slice, ...]:
-    slices = _cached_slices if nbytes <= _MAX_CACHED_BLOCKS * block else _cached_slices.__wrapped__
-    return slices(nbytes, block)
-
-
-@lru_cache(maxsize=1024)
-def _cached_slices(nbytes: int, block: int) -> tuple[slice, ...]:
-    """Return the slices of all blocks of ``nbytes`` bytes; building them takes as long as hashing a block of 4 KB."""
-    return tuple([slice(at, at + block) for at in range(0, nbytes, block)])
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

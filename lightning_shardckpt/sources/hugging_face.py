@@ -15,7 +15,7 @@ from functools import partial
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.layout import Box
-from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header, starts_of
+from lightning_shardckpt.format.safetensors_header import parse_header, read_header, starts_of
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.storage.local_storage import LocalReader
@@ -141,7 +141,7 @@ def _tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTenso
         content = read_header(partial(reader.read_into, name), reader.size(name))
     except FileNotFoundError:
         raise CorruptionError(f"{where}: the file is missing") from None
-    except (EOFError, HeaderLengthError) as error:
+    except EOFError as error:
         raise CorruptionError(f"{where}: not a safetensors file, or cut off: {error}") from None
     header, tensors = parse_header(content, where), dict[str, ForeignTensor]()
     for key, begin in starts_of(header, where).items():

@@ -19,7 +19,6 @@ from lightning_shardckpt.format.index import (
 )
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import (
-    HeaderLengthError,
     parse_header,
     plan_header,
     read_header,
@@ -218,7 +217,7 @@ class Checkpoint:
             hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
             hint = "" if self.reader.high_latency else hint
             raise CorruptionError(f"{self._where(name)}: the file is missing{hint}") from None
-        except (EOFError, HeaderLengthError) as error:
+        except EOFError as error:
             raise CorruptionError(f"{self._where(name)}: {error}") from None
         except ValueError as error:  # too large, or not a regular file
             raise FormatError(f"{self._where(name)}: {error}") from None
