@@ -367,15 +367,11 @@ class StoredOptimizer:
         def as_saved(param: str) -> str | int:
             return int(param[1:]) if self.numbered else param
 
-        state = {
-            as_saved(p): {
-                **self.values.get(p, {}),
-                **{name: tensors[key] for name, key in self.tensors.get(p, {}).items()},
-            }
-            for group in self.groups
-            for p in group
-            if p in self.values or p in self.tensors
-        }
+        state = dict[str | int, Any]()
+        for param in chain(*self.groups):
+            entries = {name: tensors[key] for name, key in self.tensors.get(param, {}).items()}
+            if entries := {**self.values.get(param, {}), **entries}:
+                state[as_saved(param)] = entries
         groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
         if not groups and not state:
             return {}  # as in Lightning, for a LightningModule without optimizers

@@ -21,7 +21,7 @@ import pathlib
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -163,15 +163,9 @@ _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetim
         _array,
         {"dtype": lambda v: v.dtype.str, "shape": lambda v: list(v.shape)},
     ),
-    "tensor": _Tag(
-        torch.Tensor,
-        lambda v: _to_base64(host_bytes(v)),
-        _tensor,
-        {"dtype": lambda v: DTYPES[v.dtype], "shape": lambda v: list(v.shape)},
-    ),
 }
 _TIMES = ("datetime", "date", "time", "timedelta")
-TAGS = frozenset({*_TAGS, "stored", "dropped", "pickle", "omegaconf"})
+TAGS = frozenset({*_TAGS, "tensor", "stored", "dropped", "pickle", "omegaconf"})
 """All tags of JSON: the table of FORMAT.md."""
 
 
@@ -214,7 +208,7 @@ class Encoder:
                 f"state nested deeper than {_MAX_DEPTH} levels at {path[:80]}…: a value that contains itself?"
             )
         if isinstance(value, list):
-            return self._list(value, path, depth)
+            return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if not isinstance(value, enum.Enum):
@@ -238,9 +232,6 @@ class Encoder:
                 + (", or pass ShardCkptIO(pickle_objects=True)." if self._pickles is False else ".")
             )
 
-    def _list(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
-        return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
-
     def _tagged(self, tag: str, value: Any, path: str, depth: int) -> Any:
         if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key in value):
             here = {key: item for key, item in value.items() if not is_elsewhere(item)}  # each stage adds its own
@@ -261,7 +252,7 @@ class Encoder:
                 return self._refuse(value, path)
             values = [self.encode(item, f"{path}/{key}", depth + 1) for key, item in content]
             return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
-        content = self._list(content, path, depth) if isinstance(content, list) else content
+        content = self.encode(content, path, depth) if isinstance(content, list) else content
         if tag in ("set", "frozenset"):  # the order of a set of strings differs between processes
             content.sort(key=json.dumps)
         fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
@@ -273,9 +264,8 @@ class Encoder:
         if local_part(value) is value:
             self.plain[path] = value
             if self._inline_bytes is None or value.numel() * value.element_size() <= self._inline_bytes:
-                row = _TAGS["tensor"]
-                fields = {name: field(value) for name, field in row.fields.items()}
-                return {TAG: "tensor", **fields, "v": row.to_json(value)}
+                fields = {"dtype": DTYPES[value.dtype], "shape": list(value.shape)}
+                return {TAG: "tensor", **fields, "v": _to_base64(host_bytes(value))}
         key, number = path, 1
         while key in self.tensors:  # {"a/b": …} and {"a": {"b": …}} have the same path
             number += 1
@@ -365,30 +355,28 @@ def decode(
             return value
         if TAG not in value:
             return {key: walk(item) for key, item in value.items()}
+        tag = value[TAG]
         try:
-            return read(value[TAG], value)
+            if tag == "stored":
+                return stored(value["v"])
+            content = walk(value["v"])
+            if tag == "tensor":
+                return _tensor(content, value["dtype"], value["shape"])
+            if tag == "dropped":
+                return Dropped(str(value["type"]), str(content))
+            if tag == "pickle":
+                name = _text(value["type"])
+                return _unpickle(_from_base64(content), name) if unpickles else Pickled(name)
+            if tag == "omegaconf":
+                if not isinstance(content, dict | list):  # OmegaConf would parse a string as YAML
+                    raise TypeError(f"{shown(content)} is not a container")
+                has_class = makes_configs and find_spec("omegaconf") is not None
+                return import_module("omegaconf").OmegaConf.create(content) if has_class else content
+            return _TAGS[tag].from_json(content, *(value[name] for name in _TAGS[tag].fields))
         except ShardCkptError:
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-            raise FormatError(
-                f"trainer state: a value tagged {shown(value[TAG])} is malformed: {shown(error)}"
-            ) from None
-
-    def read(tag: Any, value: dict[str, Any]) -> Any:
-        if tag == "stored":
-            return stored(value["v"])
-        content = walk(value["v"])
-        if tag == "dropped":
-            return Dropped(str(value["type"]), str(content))
-        if tag == "pickle":
-            name = _text(value["type"])
-            return _unpickle(_from_base64(content), name) if unpickles else Pickled(name)
-        if tag == "omegaconf":
-            if not isinstance(content, dict | list):  # OmegaConf would parse a string as YAML
-                raise TypeError(f"{shown(content)} is not a container")
-            has_class = makes_configs and find_spec("omegaconf") is not None
-            return import_module("omegaconf").OmegaConf.create(content) if has_class else content
-        return _TAGS[tag].from_json(content, *(value[name] for name in _TAGS[tag].fields))
+            raise FormatError(f"trainer state: a value tagged {shown(tag)} is malformed: {shown(error)}") from None
 
     return walk(value)
 
@@ -432,7 +420,7 @@ def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, dict):
-        items: Iterable[tuple[Any, Any]] = value.items()
+        items: Any = value.items()
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         items = enumerate(value)
     else:

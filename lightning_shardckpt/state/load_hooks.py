@@ -140,11 +140,8 @@ class LoadedModules:
             for name, _ in root.named_modules(remove_duplicate=False)
         }
         for name in (name for name in entries if name not in registered):
-            start, last = name, ""
-            while start and start not in starts:
-                start, _, part = start.removesuffix(".").rpartition(".")
-                start, last = f"{start}." if start else "", f"{part}.{last}"
-            state_dict[starts.get(start, "") + last.removesuffix(".")] = entries[name]
+            around = max((start for start in starts if name.startswith(start)), key=len, default="")
+            state_dict[starts.get(around, "") + name.removeprefix(around)] = entries[name]
         return state_dict
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, keep_parameters: bool = False) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -50,29 +50,19 @@ T = TypeVar("T")
 Keep: TypeAlias = Callable[[str, Any], bool]
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a state dict, such as a learning rate scheduler."""
-
-    def state_dict(self) -> Any:
-        """Return the object's state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
-
-
 @dataclass(slots=True)
 class NestedObjects:
     """The values of a flat dict, and the items of lists with objects there, each kind by path.
 
     Attributes:
+        stateful: other objects with a state dict, such as learning rate schedulers.
         loaders: DataLoaders without a state dict, which are neither saved nor restored.
         plain: all other values: tensors and plain values, which may be nested.
     """
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path, Optimizer] = field(default_factory=dict)
-    stateful: dict[Path, Stateful] = field(default_factory=dict)
+    stateful: dict[Path, Any] = field(default_factory=dict)
     loaders: dict[Path, DataLoader[Any]] = field(default_factory=dict)
     plain: dict[Path, Any] = field(default_factory=dict)
 
@@ -90,7 +80,18 @@ class NestedObjects:
             raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')
         objects = cls()
         for path, value in items_of(state, lambda items: any(map(_is_object, items))):
-            objects._add(unwrap(value), path)
+            one = unwrap(value)
+            if isinstance(one, nn.Module):
+                objects.modules[path] = one
+            elif isinstance(one, Optimizer):
+                objects.optimizers[path] = one
+            elif _is_stateful(one):
+                objects.stateful[path] = one
+            elif isinstance(one, DataLoader):
+                objects.loaders[path] = one
+            else:
+                _refuse_objects(one, path)
+                objects.plain[path] = one
         for paths in (objects.modules, objects.optimizers):
             if len({key_of(path) for path in paths}) < len(paths):
                 raise StateError(
@@ -98,19 +99,6 @@ class NestedObjects:
                 )
         objects._refuse_opaque_sharding()
         return objects
-
-    def _add(self, value: Any, path: Path) -> None:
-        if isinstance(value, nn.Module):
-            self.modules[path] = value
-        elif isinstance(value, Optimizer):
-            self.optimizers[path] = value
-        elif isinstance(value, DataLoader) and not _is_stateful(value):
-            self.loaders[path] = value
-        elif not isinstance(value, torch.Tensor) and _is_stateful(value):
-            self.stateful[path] = value
-        else:
-            _refuse_objects(value, path)
-            self.plain[path] = value
 
     def _refuse_opaque_sharding(self) -> None:
         """Refuse objects whose state is sharded without DTensors, so that its place in the whole is unknown."""
@@ -253,7 +241,8 @@ def _leaves(value: Any, path: Path, containers: tuple[type, ...] = (dict, list))
 
 
 def _is_stateful(value: Any) -> bool:
-    return isinstance(value, Stateful) and not isinstance(value, type)
+    has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_methods and not isinstance(value, type | torch.Tensor)
 
 
 def _is_object(value: Any) -> bool:

@@ -108,7 +108,7 @@ def extra_entries(optimizer: Optimizer) -> dict[str, Any]:
         extra = {key: value for key, value in state_dict.items() if key not in _OF_TORCH}
         if state_dict and not state_dict.keys() >= {*_OF_TORCH}:  # Lightning's mock for no optimizer is empty
             problem = f"a state_dict of its own, of {sorted(map(str, state_dict))}"
-        elif extra and not _is_unchanged(optimizer, state_dict["state"]):
+        elif extra and not {*map(id, state_dict["state"].values())} <= {*map(id, optimizer.state.values())}:
             problem = f"a state_dict that changes the state of parameters and adds {sorted(map(str, extra))}"
     if problem:
         raise StateError(
@@ -117,11 +117,6 @@ def extra_entries(optimizer: Optimizer) -> dict[str, Any]:
             "optimizer.param_groups, or save them in on_save_checkpoint and restore them in on_load_checkpoint."
         )
     return extra
-
-
-def _is_unchanged(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
-    live = {id(value) for value in optimizer.state.values()}
-    return all(id(value) in live for value in saved.values())
 
 
 def load_extra_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
@@ -173,15 +168,12 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
         shared = {name: list(by_value.values()) for name, by_value in values.items()}
         document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
         extra = {key: value for key, value in state.items() if key not in _OF_TORCH}
+        where = f"optimizer_states/{number}"
+        if odd := [key for key in (*own, *extra) if not isinstance(key, str) or key.startswith("$")]:
+            raise StateError(f"{where}: {odd[0]!r} cannot be stored as the name of an entry")
         if own or extra:
-            document[str(number)]["own"] = _encode_own(own, extra, f"optimizer_states/{number}")
+            document[str(number)]["own"] = encode_small({**({"state": own} if own else {}), **extra}, where)
     return Leaves(tensors), document
-
-
-def _encode_own(state: Mapping[str, Any], extra: Mapping[Any, Any], where: str) -> Any:
-    if odd := [key for key in (*state, *extra) if not isinstance(key, str) or key.startswith("$")]:
-        raise StateError(f"{where}: {odd[0]!r} cannot be stored as the name of an entry")
-    return encode_small({**({"state": dict(state)} if state else {}), **extra}, where)
 
 
 def _equality_key(name: str, value: Any) -> tuple[Any, ...]:

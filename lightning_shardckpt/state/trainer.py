@@ -7,7 +7,7 @@ state: a JSON tree, with its larger tensors in the component trainer.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,9 @@ def snapshot(
     encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
     if odd := [key for key in checkpoint if not isinstance(key, str) or key == TAG]:
         raise StateError(f"the checkpoint has an entry {odd[0]!r}, but only strings other than {TAG!r} can name one")
-    tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if _is_trainer_state(k, v)}
+    # the class of hyper-parameters is left out: their value shows whether it is OmegaConf's
+    others = {k: v for k, v in checkpoint.items() if not (k == "hparams_type" and isinstance(v, type))}
+    tree = {k: encoder.encode(v, k) for k, v in others.items() if k not in ("state_dict", "optimizer_states")}
     encoder.check()
     dropped = (
         "hyper-parameters that cannot be stored without pickle are left out of the checkpoint: "
@@ -139,14 +141,6 @@ def _is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in _STATISTICS
 
 
-def _is_trainer_state(key: str, value: Any) -> bool:
-    """Return whether an entry of the checkpoint dict is part of the trainer's state.
-
-    The class of hyper-parameters is not: whether it is OmegaConf's follows from their value.
-    """
-    return key not in ("state_dict", "optimizer_states") and not (key == "hparams_type" and isinstance(value, type))
-
-
 def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the live DTensor of a shape whose FQN ends a key of trainer state; None if there is none.
 
@@ -188,19 +182,11 @@ def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool], path: str = 
     """
     if isinstance(state, argparse.Namespace):
         state = vars(state)
-    if not isinstance(state, dict | list | tuple):
-        return
-    items = [(f"{path}/{key}" if path else str(key), key, value) for key, value in _items(state)]
-    for name, key, value in items:
-        if isinstance(state, dict) and isinstance(key, str) and _is_entry(key, value) and is_elsewhere(name):
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in list(items):
+        name = f"{path}/{key}" if path else str(key)
+        is_entry = isinstance(key, str) and (isinstance(value, torch.Tensor) or is_extra_state(key))
+        if is_entry and is_elsewhere(name):
             del state[key]
         else:
             drop_elsewhere(value, is_elsewhere, name)
-
-
-def _items(state: Any) -> Iterable[tuple[Any, Any]]:
-    return state.items() if isinstance(state, dict) else enumerate(state)
-
-
-def _is_entry(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_extra_state(key)
