@@ -16,7 +16,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
-from lightning_shardckpt.state.hf_document import describe_hugging_face
+from lightning_shardckpt.state.hf_directory import describe_hugging_face
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot

@@ -134,6 +134,15 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise the first operation imports torch._dynamo: a second, and 60 MB
 
 
+class copies_are_views(DispatchMode):  # type: ignore[no-untyped-call]  # a context, as torch.no_grad
+    """Makes clones views, so that a result on the meta device tells the tensor and the part of it that it copies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 without_modes = _disable_current_modes
 """A context without dispatch modes, such as that of selective checkpointing, which keeps results in order."""
 

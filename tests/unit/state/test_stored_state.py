@@ -20,7 +20,7 @@ from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.data_position import GlobalBatches
 from lightning_shardckpt.state.documents import StoredOptimizer, parse_document
-from lightning_shardckpt.state.hf_document import describe_hugging_face
+from lightning_shardckpt.state.hf_directory import describe_hugging_face
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
 from lightning_shardckpt.storage.local_storage import LocalStorage
