@@ -10,7 +10,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from lightning_shardckpt.format.plan import TensorBytes
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.open_source import open_checkpoint, open_source
-from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, read_targets
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.json_tree import lost_values
@@ -46,8 +45,7 @@ _log = logging.getLogger(__name__)
 MERGED = "merged"
 """Key of trainer state that describes a merge: its inputs, their weights, and the tensors that are not averages."""
 _WINDOW = 1 << 20  # elements of a tensor that are averaged at a time
-_SMALL = 1 << 14  # elements of a tensor that is read without other threads
-_THREADS, _LISTED = 8, 50
+_LISTED = 50
 _DOUBLE = ("F64", "C128")
 _OF_A_RUN = ("callbacks", "loops", "lr_schedulers", "MixedPrecision", "FSDPPrecision", MERGED)
 _DOCUMENTS = ("model", "versions", "frozen", "peft", "huggingface")
@@ -111,7 +109,7 @@ def merge(
             stack.enter_context(closing(source))
             sources.append(_fit_prefix(source, sources[0]) if sources else source)
         _check_equal(sources)
-        averages = stack.enter_context(_Averages(sources, factors, advance))
+        averages = _Averages(sources, factors, advance)
         expect(sum(bytes_in(spec.shape, spec.dtype) for spec in averages.specs.values()))
         about = {"paths": [os.fspath(path) for path in paths], "weights": factors, "from_first": averages.others}
         root = sources[0].root
@@ -160,16 +158,15 @@ def last_checkpoints(
 def _fit_prefix(source: Source, first: Source) -> Source:
     """Return a source with or without the prefix by which all its names differ from those of the first one."""
     names, expected = _model(source).names, _model(first).names
-    if not names or not expected or not names.keys().isdisjoint(expected):
+    longest = max(names, key=len, default="")
+    if longest in expected:
         return source
-    longest = max(names, key=len)
     for name in expected:
-        if name.endswith(f".{longest}"):
-            prefix = name.removesuffix(longest)
-            return rename(source, {prefix + old: old for old in names}, None)
-        if longest.endswith(f".{name}") and all(old.startswith(longest.removesuffix(name)) for old in names):
-            prefix = longest.removesuffix(name)
-            return rename(source, {old.removeprefix(prefix): old for old in names}, None)
+        more, less = name.removesuffix(longest), longest.removesuffix(name)
+        if name == f"{more}{longest}" and more.endswith("."):
+            return rename(source, {more + old: old for old in names}, None)
+        if less.endswith(".") and all(old.startswith(less) for old in names):
+            return rename(source, {old.removeprefix(less): old for old in names}, None)
     return source
 
 
@@ -213,7 +210,7 @@ def _differences(first: Source, source: Source) -> Iterator[str]:
         spec = source.spec("model", keys[0])
         if spec.shape != expected.shape or _kind(spec.dtype) != _kind(expected.dtype):
             yield f"{key} is {spec.dtype} {spec.shape}, expected {expected.dtype} {expected.shape}"
-        elif not all(_are_equal(source, keys[0], other) for other in keys[1:]):
+        elif len(keys) > 1 and not are_equal(source, "model", keys):
             yield f"{' and '.join(names)} differ, expected one tied tensor"
     known = _model(first).names
     yield from (
@@ -229,16 +226,6 @@ def _differences(first: Source, source: Source) -> Iterator[str]:
 def _kind(dtype: str) -> str:
     """Return a dtype, or its kind if it is averaged: dtypes of one kind can be mixed."""
     return ("complex" if dtype.startswith("C") else "floating") if _is_averaged(dtype) else dtype
-
-
-def _are_equal(source: Source, one: str, other: str) -> bool:
-    """Return whether two tensors of a source have the same bytes."""
-    readers = [WindowReader(source, _WINDOW) for _ in range(2)]
-    specs = [source.spec("model", key) for key in (one, other)]
-    if (specs[0].dtype, specs[0].shape) != (specs[1].dtype, specs[1].shape):
-        return False
-    pairs = zip(readers[0].read("model", one), readers[1].read("model", other), strict=True)
-    return all(left == right for left, right in pairs)
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +264,7 @@ def _is_averaged(dtype: str) -> bool:
 
 
 class _Averages:
-    """The averaged tensors, made window by window while the files are written; a context manager.
+    """The averaged tensors, made window by window while the files are written.
 
     Args:
         sources: the checkpoints, with equal names.
@@ -294,16 +281,7 @@ class _Averages:
         self.others = sorted(key for key, spec in self.specs.items() if not _is_averaged(spec.dtype))
         self._sources, self._factors, self._advance = sources, factors, advance
         self._readers = [WindowReader(source, _WINDOW * max(DTYPE_BYTES.values())) for source in sources]
-        self._pool = ThreadPoolExecutor(min(len(sources), _THREADS), thread_name_prefix="shardckpt-merge")
-        self._keys = {
-            key: [_keys(source, names)[0] for source in sources] for key, names in _names_by_key(sources[0]).items()
-        }
-
-    def __enter__(self) -> _Averages:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._names = _names_by_key(sources[0])
 
     def content(self, key: str) -> TensorBytes:
         """Return the bytes of a tensor, which are made as they are sliced."""
@@ -311,38 +289,25 @@ class _Averages:
         return _Stream(bytes_in(spec.shape, spec.dtype), self._parts(key))
 
     def _parts(self, key: str) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor; a window is read by other threads while the one before is used."""
-        spec = self.specs[key]
-        sources = range(len(self._sources) if _is_averaged(spec.dtype) else 1)
-        if math.prod(spec.shape) <= _SMALL:
-            yield self._average([self._read(key, Box.whole(spec.shape), source) for source in sources], spec.dtype)
-            return
-        tensors = list[torch.Tensor]()
+        spec, is_averaged = self.specs[key], key not in self.others
+        keys = [_keys(source, self._names[key])[0] for source in self._sources[: None if is_averaged else 1]]
         for window in windows(spec.shape, _WINDOW):
-            reads = [self._pool.submit(self._read, key, window, source) for source in sources]
-            if tensors:
-                yield self._average(tensors, spec.dtype)
-            tensors = [read.result() for read in reads]
-        yield self._average(tensors, spec.dtype)
+            total = self._read(0, keys[0], window, spec.dtype)
+            if is_averaged:
+                total.mul_(self._factors[0])
+                for source in range(1, len(keys)):
+                    total.add_(self._read(source, keys[source], window, spec.dtype), alpha=self._factors[source])
+                total = total.div_(sum(self._factors)).to(_number_dtype(spec.dtype))
+            self._advance(total.nbytes)
+            yield bytes_of(total)
 
-    def _read(self, key: str, window: Box, source: int) -> torch.Tensor:
+    def _read(self, source: int, key: str, window: Box, dtype: str) -> torch.Tensor:
         """Return a copy of a window of a tensor: its bytes, or numbers in the dtype of the sum."""
-        stored, dtype = self._keys[key][source], self.specs[key].dtype
-        stored_dtype = self._sources[source].spec("model", stored).dtype
-        kind = _number_dtype(stored_dtype) if _is_averaged(dtype) else torch.uint8
-        parts = self._readers[source].read("model", stored, window)
+        is_averaged, stored = _is_averaged(dtype), self._sources[source].spec("model", key).dtype
+        kind = _number_dtype(stored) if is_averaged else torch.uint8
+        parts = self._readers[source].read("model", key, window)
         data = torch.cat([torch.frombuffer(part, dtype=kind) for part in parts])
-        return data.to(torch.float64 if dtype in _DOUBLE else torch.float32) if _is_averaged(dtype) else data
-
-    def _average(self, tensors: Sequence[torch.Tensor], dtype: str) -> memoryview:
-        total = tensors[0]
-        if _is_averaged(dtype):
-            total.mul_(self._factors[0])
-            for tensor, factor in zip(tensors[1:], self._factors[1:], strict=True):
-                total.add_(tensor, alpha=factor)
-            total = total.div_(sum(self._factors)).to(_number_dtype(dtype))
-        self._advance(total.nbytes)
-        return bytes_of(total)
+        return data.to(torch.float64 if dtype in _DOUBLE else torch.float32) if is_averaged else data
 
 
 def _number_dtype(dtype: str) -> torch.dtype:
