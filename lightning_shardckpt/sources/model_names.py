@@ -6,7 +6,7 @@ then match, and why others don't, is in ``checkpoint.match``.
 
 A model of transformers may have other names and tensors than its files: the experts of a mixture are one tensor in
 memory, and one for each expert in files. transformers has a list of such conversions for each model. It renames;
-stacking, concatenating and splitting along the first dim are done here on boxes of bytes, without reading one.
+stacking and concatenating are done here on boxes of bytes, without reading one, and other conversions are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box, Shape
-from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, ListedTensor, Source, list_tensors
 from lightning_shardckpt.state.model import is_extra_state
@@ -77,37 +76,20 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
             continue
         used.update(chain.from_iterable(where.parts.values()))
         try:
-            made = _convert(where.converter, _parts(where, source, component), relative)
+            converted |= dict.fromkeys(best.live[relative], _convert(where, source))
         except UnsupportedError as error:
             name = best.live[relative][0]
             problems.append(f"{name}  needs a conversion of transformers that is not supported: {error}")
-            continue
-        for name, tensor in made.items():
-            converted |= dict.fromkeys(best.live.get(name, ()), tensor)
-    may_be_unexpected, may_be_missing = frozenset[str](), frozenset[str]()
-    if best.model is not None:
-        may_be_unexpected = patterns_that_may_be_unexpected(best.model)
-        may_be_missing = patterns_that_may_be_missing(best.model)
+    may_be_unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
+    may_be_missing = patterns_that_may_be_missing(best.model) if best.model is not None else ()
     rest = [name for name in sorted(stored - used) if not any(re.search(one, name) for one in may_be_unexpected)]
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
         if (new := best.name(name)) not in converted:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
-    if converted:
-        joined = list_tensors(source.path, source.reader, "model", converted)
-        table = {"model": {**fitted.table["model"], **joined}}
-        fitted = fitted.with_names(table, {"model": fitted.aliases["model"]}, {})
+    joined = list_tensors(source.path, source.reader, "model", converted)
+    fitted = fitted.with_names({"model": {**fitted.table["model"], **joined}}, {"model": fitted.aliases["model"]}, {})
     return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in may_be_missing))
-
-
-def _parts(where: Joined, source: Source, component: Component) -> dict[str, list[ForeignTensor]]:
-    def located(name: str) -> ForeignTensor:
-        stored = source.table["model"][component.aliases.get(name, name)]
-        if not isinstance(stored, ListedTensor):
-            raise UnsupportedError("joining tensors of a sharded checkpoint")
-        return stored.located
-
-    return {pattern: [*map(located, names)] for pattern, names in where.parts.items()}
 
 
 # ── ways of matching names ────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,24 +131,19 @@ def _best_candidate(
     best = max(candidates, key=lambda candidate: candidate.score)  # the first of several
     with_adapter = [c for c in candidates if c.has_adapter and len(c.hits) >= len(best.hits)]
     best = max(with_adapter, key=lambda candidate: candidate.score, default=best)
-    part = best.module_name
-    rivals = [c for c in candidates if c.score == best.score and part and not _nested(c.module_name, part)]
-    if rivals and best.score:
-        raise MismatchError(
-            f"the weights at {path!r} fit {part!r} and {rivals[0].module_name!r} of {type(module).__name__} "
-            f'alike; say which is meant, such as {option}={{"^": "{part}."}}'
-        )
     if not best.score:
         raise MismatchError(
             f"no tensor at {path!r} has a name that {type(module).__name__} has. Stored are, for example, "
             f"{stored[:3]}; the model has {sorted(state)[:3]}. Give a {option}."
         )
+    part = f"{best.module_name}."
+    for rival in (f"{c.module_name}." for c in candidates if c.score == best.score):
+        if "." not in (part, rival) and not (rival.startswith(part) or part.startswith(rival)):
+            raise MismatchError(
+                f"the weights at {path!r} fit {part[:-1]!r} and {rival[:-1]!r} of {type(module).__name__} alike; say "
+                f'which is meant, such as {option}={{"^": "{part}"}}'
+            )
     return best
-
-
-def _nested(a: str, b: str) -> bool:
-    """Return whether one of two module names contains the other one, or both are equal."""
-    return not a or f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 def _candidates(names: Sequence[str], state: Collection[str], module: nn.Module) -> Iterator[_Candidate]:
@@ -218,11 +195,11 @@ def _common_prefix(names: Collection[str]) -> str:
 
 
 class UnsupportedError(Exception):
-    """A conversion other than stacking, concatenating and splitting; caught where the tensor's name is known."""
+    """A conversion other than stacking and concatenating; caught where the tensor's name is known."""
 
 
 class Joined(NamedTuple):
-    """Stored tensors that a converter turns into one or more tensors of the model: in order, by its patterns."""
+    """Stored tensors that a converter turns into a tensor of the model: in order, by its patterns."""
 
     converter: Conversion
     parts: dict[str, list[str]]
@@ -276,39 +253,27 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _convert(
-    converter: Conversion, parts: Mapping[str, Sequence[ForeignTensor]], target: str
-) -> dict[str, ForeignTensor]:
-    """Return the tensors of the model that a conversion makes, by name.
-
-    Args:
-        converter: of transformers.
-        parts: stored tensors by the converter's pattern, in order.
-        target: the name of the first result.
-
-    Raises:
-        UnsupportedError: naming the unsupported operation.
-    """
-    pieces: dict[str, list[ForeignTensor]] = {pattern: list(tensors) for pattern, tensors in parts.items()}
-    sources, targets = list(converter.source_patterns), list(converter.target_patterns)
-    for operation in converter.operations:
+def _convert(joined: Joined, source: Source) -> ForeignTensor:
+    """Return the tensor that a conversion makes. Raises an UnsupportedError that names the operation."""
+    patterns, model = joined.converter.source_patterns, source.components()["model"]
+    pieces = dict[str, list[ForeignTensor]]()
+    for pattern in (pattern for pattern in patterns if pattern in joined.parts):
+        stored = [source.table["model"][model.names[name]] for name in joined.parts[pattern]]
+        pieces[pattern] = [one.located for one in stored if isinstance(one, ListedTensor)]
+        if len(pieces[pattern]) < len(stored):
+            raise UnsupportedError("joining tensors of a sharded checkpoint")
+    for operation in joined.converter.operations:
         kind, dim = type(operation).__name__, getattr(operation, "dim", None)
-        has_count = getattr(operation, "num_shards_attribute", None) is not None
         if kind == "MergeModulelist" and dim is not None:
-            names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
-            new_dim = {pattern: [_unsqueeze(one, dim) for one in tensors] for pattern, tensors in pieces.items()}
-            pieces = {names[pattern]: [_concatenate(tensors, dim)] for pattern, tensors in new_dim.items()}
+            pieces = {p: [_concatenate([_unsqueeze(t, dim) for t in of], dim)] for p, of in pieces.items()}
         elif kind == "Concatenate" and dim is not None:
-            pieces = {targets[0]: [_concatenate([t for s in sources for t in pieces.get(s, [])], dim)]}
-        elif kind == "Chunk" and dim == 0 and not has_count and [*map(len, pieces.values())] == [1]:
-            ((tensor,),) = pieces.values()
-            pieces = {name: [piece] for name, piece in zip(targets, _chunk(tensor, len(targets)), strict=True)}
+            pieces = {"": [_concatenate([*chain.from_iterable(pieces.values())], dim)]}
         else:
-            raise UnsupportedError(f"{kind} of {', '.join(sources)} along dim {dim}")
-    if any(len(tensors) != 1 for tensors in pieces.values()):
-        raise UnsupportedError(f"{len(pieces)} results of {', '.join(sources)}")
-    first = next(name for name in [*targets, ""] if name in target)
-    return {target.replace(first, name, 1): tensor for name, (tensor,) in pieces.items()}
+            raise UnsupportedError(f"{kind} of {', '.join(patterns)} along dim {dim}")
+    results = [*chain.from_iterable(pieces.values())]
+    if len(results) != 1 or len(joined.converter.target_patterns) != 1:
+        raise UnsupportedError(f"{', '.join(joined.converter.target_patterns)} of {', '.join(patterns)}")
+    return results[0]
 
 
 def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
@@ -317,7 +282,7 @@ def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
     def insert(shape: Shape, value: int) -> Shape:
         return (*shape[:dim], value, *shape[dim:])
 
-    boxes = [ForeignBox(Box(insert(b.start, 0), insert(b.stop, 1)), file, begin) for b, file, begin in tensor.boxes]
+    boxes = (ForeignBox(Box(insert(b.start, 0), insert(b.stop, 1)), file, begin) for b, file, begin in tensor.boxes)
     return ForeignTensor(tensor.dtype, insert(tensor.shape, 1), tuple(boxes))
 
 
@@ -332,12 +297,3 @@ def _concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
         boxes += [ForeignBox(box.shift(by), file, begin) for box, file, begin in tensor.boxes]
         at += tensor.shape[dim]
     return ForeignTensor(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(boxes))
-
-
-def _chunk(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
-    """Split a tensor of one box along the first dim, evenly, as ``torch.chunk`` does."""
-    if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
-        raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")
-    (_, file, begin), shape = tensor.boxes[0], (tensor.shape[0] // count, *tensor.shape[1:])
-    box, nbytes = Box.whole(shape), bytes_in(shape, tensor.dtype)
-    return [ForeignTensor(tensor.dtype, shape, (ForeignBox(box, file, begin + i * nbytes),)) for i in range(count)]

@@ -1,6 +1,6 @@
 """Stored tensors under the names of a model.
 
-Oracles: torch's stack, cat and chunk, and names written out by hand.
+Oracles: torch's stack and cat, and names written out by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import MismatchError
@@ -119,7 +119,6 @@ class Fused(transformers.PreTrainedModel):
     def __init__(self, config: Any, *, turned: bool = False) -> None:
         super().__init__(config)
         self.experts = nn.ParameterDict({"gate_up": torch.zeros(11, 10, 3), "down": torch.zeros(3, 11, 5)})
-        self.attn = nn.ModuleDict({name: nn.Linear(3, 5) for name in ("q", "k")})
         if turned:
             self.turned = nn.Linear(2, 3, bias=False)
         self.post_init()
@@ -131,17 +130,14 @@ class Fused(transformers.PreTrainedModel):
 CONVERSIONS = [
     WeightConverter(["experts.*.gate", "experts.*.up"], "experts.gate_up", [MergeModulelist(0), Concatenate(1)]),
     WeightConverter(["experts.*.down"], "experts.down", [MergeModulelist(1)]),
-    WeightConverter("attn.qk.weight", ["attn.q.weight", "attn.k.weight"], [Chunk(dim=0)]),
-    WeightConverter("attn.qk.bias", ["attn.q.bias", "attn.k.bias"], [Chunk(dim=0)]),
     WeightConverter("turned.weight", "turned.weight", [Transpose(0, 1)]),
 ]
 register_checkpoint_conversion_mapping("fused-of-tests", CONVERSIONS, overwrite=True)
 
 
-def test_tensors_are_joined_and_split_as_transformers_does(tmp_path: Path) -> None:
+def test_tensors_are_joined_as_transformers_does(tmp_path: Path) -> None:
     shapes = {"gate": (5, 3), "up": (5, 3), "down": (3, 5)}
     tensors = {f"experts.{e}.{n}": torch.randn(shape) for e in range(11) for n, shape in shapes.items()}
-    tensors |= {"attn.qk.weight": torch.randn(10, 3), "attn.qk.bias": torch.randn(10)}
     Fused(FusedConfig()).save_pretrained(tmp_path)
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     expected, live = Fused.from_pretrained(tmp_path), root_of(m=Fused(FusedConfig()))  # the oracle
