@@ -18,8 +18,9 @@ from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import absent_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.operations import wrap_hook
 from lightning_shardckpt.parallel.tensors.placement import describe
-from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, map_nested
+from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, ShardedTensor, map_nested
 from lightning_shardckpt.parallel.tensors.views import run_gathered
 
 _data: Any = Tensor.data
@@ -124,22 +125,43 @@ class GatheredCopy(_StandsForLeaf, Tensor):
         return view
 
 
-class GatheredPart(_StandsForLeaf, DTensor):
-    """A gathered parameter that a tensor-parallel plan shards. Forwards must not change it."""
+class _Part:
+    """A parameter that a tensor-parallel plan shards, in the forward of a unit, which must not change it."""
 
-    __slots__: list[str] = []
+    __slots__ = ()
+    __dict__: dict[str, Any]
     __torch_function__: Any = NO_TORCH_FUNCTION
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> Any:
         """The values, over the same memory."""
         self.__dict__["_touched"] = True
-        return _data.__get__(self)  # type: ignore[no-any-return]
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _refuse_conversion(self, value)
+        _refuse_conversion(self, value)  # type: ignore[arg-type]  # it is a Tensor
         self.__dict__["_touched"] = True
+
+
+class GatheredPart(_Part, _StandsForLeaf, DTensor):
+    """A part that is gathered over the data axes."""
+
+    __slots__: list[str] = []
+
+
+class PartInForward(_Part, ShardedTensor):
+    """A parameter that is no more than a part: it computes as torch's DTensor."""
+
+    __slots__: list[str] = []
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook that gets the gradient as a sharded tensor."""
+        return super().register_hook(wrap_hook(hook, after=False))  # type: ignore[no-any-return, no-untyped-call]  # torch's
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook that is called with the parameter."""
+        return super().register_post_accumulate_grad_hook(wrap_hook(hook, after=True))  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 def _refuse_conversion(whole: Tensor, value: Tensor) -> None:
@@ -193,14 +215,19 @@ class OutlivingPart(_Outlives, DTensor):
 
 
 TAKES_PRECEDENCE.update((OutlivingCopy, OutlivingPart))
-_AFTER_FORWARD: dict[type, type] = {GatheredCopy: OutlivingCopy, GatheredPart: OutlivingPart}
+_AFTER_FORWARD: dict[type, type] = {
+    GatheredCopy: OutlivingCopy,
+    GatheredPart: OutlivingPart,
+    PartInForward: ShardedTensor,
+}
 _IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
 
 
 def enter_forward(wholes: Sequence[Tensor]) -> None:
-    """Let functions of gathered parameters run on these again, if several passes share them."""
+    """Let functions of parameters run on what this rank has gathered, or on its part."""
     for whole in wholes:
         whole.__class__ = _IN_FORWARD.get(type(whole), type(whole))
+        vars(whole).pop("_touched", None)
 
 
 def leave_forward(wholes: Sequence[Tensor]) -> None:

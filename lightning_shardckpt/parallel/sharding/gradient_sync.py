@@ -42,9 +42,11 @@ from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.gather import mark_part, reduce_part, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
+from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,20 @@ class GradientSync:
     def _reduce_own_parameters(self, partial: frozenset[str]) -> None:
         managed = {id(p) for module in self._fsdp for p in module.parameters() if isinstance(p, DTensor)}
         for name, parameter in self._root.named_parameters():
-            if id(parameter) not in managed and not isinstance(parameter, ShardedTensor):
+            if isinstance(parameter, ShardedTensor):
+                self._keep_part(parameter)
+            elif id(parameter) not in managed:
                 group = self._tensor_group if name in partial else None
                 self._reduce_later(parameter, [] if group is None else [Reduction(group, dtype=self._dtype)])
+
+    def _keep_part(self, leaf: Any) -> None:
+        """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
+        sharding = sharding_of(leaf)
+        if sharding.batches == 1 and not self._is_pipelined and _is_trainable(leaf):
+            mark_part(leaf)
+            with _trained(leaf), without_torch_function():
+                handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
+            _put_first(gradient_hooks(leaf), handle)
 
     def _reduce_later(self, parameter: nn.Parameter, sums: Sequence[Reduction] = ()) -> None:
         """Reduce the gradients of a parameter: plain, or a DTensor of a tensor-parallel plan.
@@ -162,8 +175,7 @@ class GradientSync:
         All ranks must call it in the same order. ``sums`` are immediate reductions of partial sums, before the mean.
         """
         reductions = [*sums, *([] if self._mean is None else [self._mean])]
-        is_trained = parameter.is_floating_point() or parameter.is_complex()  # quantized weights never are
-        if not reductions or not is_trained:
+        if not reductions or not _is_trainable(parameter):
             return
         _reductions[parameter] = reductions
         self._replicated.append(parameter)
@@ -173,11 +185,8 @@ class GradientSync:
         with _trained(leaf):
             before = leaf.register_hook(partial(self._on_gradient, ref(parameter), sums))
             after = leaf.register_post_accumulate_grad_hook(self._accumulated)
-        for hooks, handle in ((gradient_hooks(leaf), before), (accumulation_hooks(leaf), after)):
-            assert hooks is not None  # one was registered
-            own, others = hooks.pop(handle.id), dict(hooks)
-            hooks.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
-            hooks.update({handle.id: own, **others})  # own first, so that the user's hooks get its result
+        _put_first(gradient_hooks(leaf), before)
+        _put_first(accumulation_hooks(leaf), after)
         _handles[parameter] = before, after
 
     def _on_gradient(self, reference: ref[nn.Parameter], sums: Sequence[Reduction], gradient: Tensor) -> Tensor:
@@ -332,6 +341,19 @@ def _trained(leaf: Any) -> Iterator[None]:
     leaf.requires_grad_(True)
     yield
     leaf.requires_grad_(before)
+
+
+def _is_trainable(parameter: Tensor) -> bool:
+    """Return whether a parameter can have gradients; quantized weights can't."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _put_first(hooks: dict[int, Any] | None, handle: RemovableHandle) -> None:
+    """Call a registered hook before the user's, so that these get its result."""
+    assert hooks is not None  # one was registered
+    own, others = hooks.pop(handle.id), dict(hooks)
+    hooks.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
+    hooks.update({handle.id: own, **others})
 
 
 def _count_hooks(parameter: nn.Parameter) -> int:

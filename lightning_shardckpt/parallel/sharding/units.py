@@ -64,6 +64,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     was_data_read,
 )
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
+from lightning_shardckpt.parallel.tensors.gather import is_part
 from lightning_shardckpt.parallel.tensors.gathered_weights import (
     LAYERS,
     CastWeight,
@@ -200,9 +201,7 @@ class UnitForward:
             self._is_compiled = has_compiled(module)
             self._has_fast_paths = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
         slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
-        return [
-            (m, name, leaf) for m, name, leaf in slots if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
-        ]
+        return [(m, name, leaf) for m, name, leaf in slots if type(leaf) is ShardedTensor and not has_cast_weight(leaf)]
 
     def _run_beside(
         self,
@@ -218,6 +217,8 @@ class UnitForward:
         for leaf in leaves:
             if (gathered := by_fsdp.get(id(leaf))) is not None:
                 wholes[id(leaf)] = as_gathered(gathered.whole, leaf) if gathered.history is None else gathered.whole
+            elif is_part(leaf) and not are_plain:
+                wholes[id(leaf)] = leaf
             elif are_plain or sharding_of(leaf).model_mesh is not None:
                 wholes[id(leaf)] = _gather(self.unit, leaf)
         if is_compiled:
@@ -248,9 +249,10 @@ class UnitForward:
         enter_forward(wholes)
         versions = [version_of(whole) for whole in wholes]
         saved = None
-        if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
-            regather = [by_fsdp[id(leaf)].regather if id(leaf) in by_fsdp else None for leaf in leaves]
-            saved = SavedParameters(name, leaves, wholes, regather)
+        gathered_leaves = [leaf for leaf, whole in zip(leaves, wholes, strict=True) if leaf is not whole]
+        if gathered_leaves and torch.is_grad_enabled() and KeptGathers.current is None:
+            regather = [by_fsdp[id(p)].regather if id(p) in by_fsdp else None for p in gathered_leaves]
+            saved = SavedParameters(name, gathered_leaves, [plain[id(p)] for p in gathered_leaves], regather)
         try:
             hooks = nullcontext() if saved is None else saved.hooks()
             with _put_in_place(slots, plain), cast_weights(cast), hooks:

@@ -8,13 +8,14 @@ Ranks announce both over gloo before they begin, so that a mismatch is an error 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_autograd import after_backward, backward_number, in_backward, is_batched
@@ -30,6 +31,7 @@ GATHERED = "_shardckpt_gathered"
 """Attribute of the autograd nodes whose outputs are gathered parameters."""
 REMEDY = "Leave that module whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))"
 _ABSENT = "_shardckpt_absent"
+_PART = "_shardckpt_part"
 
 
 def takes_gradients_late(tensor: Tensor) -> bool:
@@ -199,6 +201,12 @@ def gradient_or_none(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None or _ABSENT in gradient.__dict__ else gradient
 
 
+def _refuse_graph(name: str) -> NoReturn:
+    raise UnsupportedCodeError(
+        f"the gradient of {name} is differentiated (create_graph=True), but several ranks reduce it. {REMEDY}"
+    )
+
+
 class Gather(torch.autograd.Function):
     """Gathers a shard. The engine adds gradients of parameters of ``fully_shard`` after the backward."""
 
@@ -212,10 +220,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedCodeError(
-                f"the gradient of {ctx.item.name} is differentiated (create_graph=True), but several ranks reduce it. "
-                f"{REMEDY}"
-            )
+            _refuse_graph(ctx.item.name)
         refuse_sparse(gradient)
         if gradient is not None:
             refuse_batched(gradient)
@@ -227,6 +232,27 @@ class Gather(torch.autograd.Function):
             ctx.receive(reduced)
             reduced = None
         return reduced, None, None, None
+
+
+def is_part(leaf: Tensor) -> bool:
+    """Return whether `reduce_part` keeps the gradients of a parameter of a tensor-parallel plan whole."""
+    return _PART in leaf.__dict__
+
+
+def mark_part(leaf: DTensor) -> None:
+    """Let a parameter that only a tensor-parallel plan shards compute by itself: no rank has another batch."""
+    leaf.__dict__[_PART] = True
+
+
+def reduce_part(placements: Sequence[Placement], name: str, gradient: Tensor) -> Tensor:
+    """Return the gradient of a parameter with its placements, as `Gather` does."""
+    if torch.is_grad_enabled():
+        _refuse_graph(name)
+    refuse_sparse(gradient)
+    refuse_batched(gradient)
+    if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(placements):  # such as a partial sum
+        gradient = gradient.redistribute(placements=placements)
+    return gradient
 
 
 class RowsToRead(torch.autograd.Function):
