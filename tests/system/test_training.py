@@ -369,10 +369,6 @@ def test_experts_train_as_on_one_process() -> None:
         assert_close({name: value for rank in ranks for name, value in rank.items()}, expected, 1e-4)
 
 
-def test_a_plan_of_a_model_says_what_to_leave_out() -> None:
-    plan = {"layers.*.attn.q": "colwise", "layers.*.mlp.up": "packed_colwise", "layers.*.mlp.down": "rowwise"}
-    with pytest.raises(TopologyError, match=r"layers\.\*\.mlp\.up \(packed_colwise\)") as error:
-        without_experts(dict(plan))
-    assert "tensor_parallel_plan={'layers.*.attn.q': 'colwise'}" in str(error.value)
-    kept = without_experts({**plan, "layers.*.mlp.up": "rowwise", "layers.*.mlp": "moe_tp_experts"})
-    assert kept == {"layers.*.attn.q": "colwise"}
+def test_a_plan_of_a_model_leaves_experts_whole() -> None:
+    plan = {"layers.*.attn.q": "colwise", "layers.*.mlp.up": "rowwise", "layers.*.mlp": "moe_tp_experts"}
+    assert without_experts(plan) == {"layers.*.attn.q": "colwise"}

@@ -207,9 +207,9 @@ def _is_on_gpu(item: Any) -> bool:
 
 
 def _contents(tree: Any) -> Iterator[Any]:
-    """Yield the dense tensors, strings and numbers of a batch."""
+    """Yield the tensors of a batch, made dense, and its strings and numbers."""
     if isinstance(tree, Tensor):
-        yield from _dense(tree)
+        yield from tree.unbind() if tree.is_nested else [tree if tree.layout == torch.strided else tree.to_dense()]
     elif isinstance(tree, str | bytes | int | float | complex):
         yield tree
     elif isinstance(tree, Mapping):
@@ -223,20 +223,6 @@ def _contents(tree: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from _contents(getattr(tree, field.name))
-
-
-def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, or the parts of a sparse or nested one."""
-    if tensor.is_nested:
-        yield from tensor.unbind()
-    elif tensor.layout == torch.sparse_coo:
-        yield from (tensor.coalesce().indices(), tensor.coalesce().values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        yield tensor
 
 
 def _is_sharded(parameter: Tensor, group: dist.ProcessGroup) -> bool:

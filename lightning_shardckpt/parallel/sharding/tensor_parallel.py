@@ -206,25 +206,9 @@ def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
 
 
 def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
-    """Return a model's own plan without its experts, which are replicated.
-
-    Raises:
-        TopologyError: for other unsupported styles, with a plan that leaves out the layers around them.
-    """
+    """Return a model's own plan without its experts, which are replicated."""
     experts = tuple(pattern for pattern, style in plan.items() if style in _EXPERTS)
-    kept = {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
-    unknown = {
-        p for p, style in kept.items() if isinstance(style, str) and style not in (*STYLES, PARTIAL, "replicate")
-    }
-    if unknown:
-        around = {p.rpartition(".")[0] for p in unknown}
-        rest = {p: s for p, s in kept.items() if not any(p == a or p.startswith(f"{a}.") for a in around)}
-        named = ", ".join(f"{p} ({kept[p]})" for p in sorted(unknown))
-        raise TopologyError(
-            f'tensor_parallel_plan="auto": the model\'s own plan has styles that are not supported: {named}. '
-            f"Leave out the layers around them: tensor_parallel_plan={rest!r}"
-        )
-    return kept
+    return {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
 
 
 def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -349,47 +333,37 @@ def _styles_inside_adapters(
         TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
     """
     inside: dict[str, ParallelStyle] = {}
-    problems = []
+    unfit = []
     for fqn, style in styles.items():
         module = modules[fqn]
         parts = child_slots(module)
         if not {"base_layer", "original_module"} & parts.keys():
             inside[fqn] = style
-        elif (problem := _find_problem(module, style)) is not None:
-            problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {problem}")
+        elif not _fits(module, style):
+            unfit.append(f"{fqn} ({type(module).__name__}, {type(style).__name__})")
         elif "base_layer" in parts:
             inside |= {f"{fqn}.{name}": part_style for name, part_style in _lora_styles(module, style).items()}
-    if problems:
-        more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    if unfit:
         raise TopologyError(
-            "tensor_parallel_plan cannot shard these modules with adapters:\n"
-            + "\n".join(problems[:_LISTED] + more)
-            + "\nUse plain LoRA, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
+            f"tensor_parallel_plan cannot shard {len(unfit)} modules with adapters: {', '.join(unfit[:_LISTED])}"
+            f"{', …' if len(unfit) > _LISTED else ''}. It shards plain LoRA over Linear and Embedding, column-wise "
+            "with a replicated input or row-wise with a replicated output. Use that, leave their patterns out of the "
+            "plan, or give a function of (module, tensor_mesh)."
         )
     return inside | {fqn: style for fqn, style in styles.items() if fqn in inside}
 
 
-def _find_problem(module: nn.Module, style: ParallelStyle) -> str | None:
-    """Return why a wrapper cannot be sharded; None if it can."""
+def _fits(module: nn.Module, style: ParallelStyle) -> bool:
+    """Return whether a wrapper can be sharded: plain LoRA over a Linear or Embedding, or ``modules_to_save``."""
     inside = child_slots(module)
     if "original_module" in inside:  # the plan has matched the wrapped module, too
-        return None if "modules_to_save" in inside else "only modules_to_save can be sharded"
-    if "lora_A" not in inside:
-        return "only LoRA can be sharded"
-    if variants := getattr(module, "lora_variant", None):
-        names = sorted({type(variant).__name__ for variant in variants.values()})
-        return f"only plain LoRA can be sharded, not {', '.join(names)}"
-    base = module.base_layer
-    if not isinstance(base, nn.Linear | nn.Embedding):
-        return f"only LoRA over Linear or Embedding can be sharded, not over {type(base).__name__}"
-    if isinstance(style, ColwiseParallel) and style.input_layouts[0] == Replicate():
-        return None
-    if isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate():
-        return None
-    return (
-        "LoRA can be sharded by ColwiseParallel with a replicated input or RowwiseParallel with a replicated output, "
-        f"not by {type(style).__name__} with other layouts"
-    )
+        return "modules_to_save" in inside
+    is_plain = "lora_A" in inside and not getattr(module, "lora_variant", None)
+    if not is_plain or not isinstance(module.base_layer, nn.Linear | nn.Embedding):
+        return False
+    if isinstance(style, ColwiseParallel):
+        return style.input_layouts[0] == Replicate()
+    return isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate()
 
 
 def _lora_styles(layer: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
