@@ -42,7 +42,6 @@ from lightning_shardckpt.state.state_dicts import (
 )
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import count_text
@@ -416,12 +415,12 @@ def _remove_any(path: str, storage: Storage) -> list[str]:
         Sentences about files that could not be deleted.
     """
     try:
-        if is_url(path):
-            store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
-            if isinstance(store, RemoteStorage) and store.is_object(path):
-                store.delete_object(path)
+        if is_url(path) and isinstance(storage, StorageRouter):
+            objects = storage.objects(path)
+            if objects.exists(path):
+                objects.delete([path])
                 return []
-            if isinstance(store, RemoteStorage) and store.is_empty(path):
+            if not any(stat.size for stat in objects.list(path).values()):
                 return []
         elif not os.path.lexists(path):
             return []

@@ -30,10 +30,10 @@ from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_sou
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, PEFT
 from lightning_shardckpt.state.peft import adapters_from_json
+from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.posix import write_at
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.remote_storage import RemoteStorage
-from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.storage.temporaries import NewFile, output_directory
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.file_filler import Region
@@ -200,7 +200,6 @@ def export_beside(path: str, storage: Storage) -> list[str]:
         StateError: if the saved module has no model of transformers, or it has adapters that are not merged.
         CheckpointNotFoundError: if the checkpoint was replaced meanwhile.
     """
-    store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
     with Checkpoint(storage, path) as checkpoint:
 
         def check_current() -> None:
@@ -219,8 +218,8 @@ def export_beside(path: str, storage: Storage) -> list[str]:
         except ValueError as error:
             raise StateError(str(error)) from None
         try:
-            if isinstance(store, RemoteStorage):
-                with _objects(store, path, check_current) as create:
+            if is_url(path) and isinstance(storage, StorageRouter):
+                with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
                     write(stored, export, create)
             else:
                 with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True) as (create, _):
@@ -233,7 +232,7 @@ def export_beside(path: str, storage: Storage) -> list[str]:
 
 
 @contextmanager
-def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iterator[NewFile]:
+def _objects(store: ObjectStore, folder: str, check: Callable[[], None]) -> Iterator[NewFile]:
     """Yield a function that creates an object of the export; at the end, ``check``, and put the config.
 
     transformers reads the folder once the config is there.
@@ -251,7 +250,7 @@ def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iter
 
         def put(name: str, file: IO[bytes]) -> None:
             file.seek(0)
-            store.add(path, f"{EXPORT_FOLDER}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+            store.upload(f"{folder}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
 
         try:
             yield create
@@ -259,5 +258,5 @@ def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iter
             put(CONFIG, config)
         except BaseException:
             with suppress(OSError):
-                store.remove_export(path)
+                store.delete(f"{folder}/{name}" for name in store.list(folder))
             raise

@@ -1,8 +1,8 @@
 """The operations on an object store that checkpoints need: through obstore, or fsspec for ``memory://`` and the web.
 
-Options have fsspec's names, and credentials are found as botocore finds them. Keys are paths within a bucket, without a
-slash at either end. obstore retries what passes, such as throttling and connections that break, within the bounds of
-``Tuning``. Errors are OSErrors that name the action and the URL.
+Objects are named by URLs. Options have fsspec's names, and credentials are found as botocore finds them. obstore
+retries what passes, such as throttling and connections that break, within the bounds of ``Tuning``. Errors are OSErrors
+that name the action and the URL.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
+_APPENDS = 5  # attempts
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _TURN_WAIT_S = 3600.0  # for another process of this machine that uploads
 _first_process = list[int]()  # the process that used obstore
@@ -67,43 +68,43 @@ class ObjectStore:
         self.conditional = True
         """True if ``put`` compares and writes in one step with respect to all writers."""
 
-    def key(self, url: str) -> str:
-        """Return the key of a URL."""
-        return f"{url}/".removeprefix(self._root).strip("/")
-
-    def url(self, key: str) -> str:
-        """Return the URL of an object, for messages."""
-        return self._root + key
-
-    def stat(self, key: str) -> ObjectStat:
+    def stat(self, url: str) -> ObjectStat:
         """Return the size and the tag of an object. Raises FileNotFoundError."""
-        with self._call("looking at", key) as bucket:
+        with self._call("looking at", url) as (bucket, key):
             return _stat(bucket.head(key))
 
-    def read(self, key: str, start: int, stop: int) -> bytes:
+    def exists(self, url: str) -> bool:
+        """Return True if an object is at the URL itself."""
+        try:
+            self.stat(url)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``, which must exist."""
         if start == stop:
             return b""
-        with self._call(action := f"reading bytes {start} to {stop} of", key) as bucket:
+        with self._call(action := f"reading bytes {start} to {stop} of", url) as (bucket, key):
             content = bytes(bucket.get_range(key, start=start, end=stop))
         if len(content) != stop - start:
-            raise OSError(errno.EIO, f"{action} {self.url(key)}: {len(content)} bytes came")
+            raise OSError(errno.EIO, f"{action} {url}: {len(content)} bytes came")
         return content
 
-    def read_json(self, key: str) -> bytes:
+    def read_json(self, url: str) -> bytes:
         """Return a whole object, by one request.
 
         Raises:
             FileNotFoundError: if there is none.
             FormatError: if it is larger than JSON may be.
         """
-        with self._call("reading", key) as bucket:
+        with self._call("reading", url) as (bucket, key):
             found = bucket.get(key)
             if (size := found.meta["size"]) > MAX_JSON_BYTES:
-                raise FormatError(f"{self.url(key)} has {size} bytes, more than {MAX_JSON_BYTES}")
+                raise FormatError(f"{url} has {size} bytes, more than {MAX_JSON_BYTES}")
             return bytes(found.bytes())
 
-    def put(self, key: str, content: bytes, expected: Mapping[str, str] | None) -> None:
+    def put(self, url: str, content: bytes, expected: Mapping[str, str] | None) -> None:
         """Write an object if the current one has the tag ``expected`` (None: if there is none).
 
         The content must be of this save alone: an object that has it already counts as written. In a store without
@@ -116,29 +117,41 @@ class ObjectStore:
             try:
                 mode: Any = expected or "create"
                 if not self.conditional:
-                    self._check_tag(key, expected)
+                    if (self.stat(url).tag if self.exists(url) else None) != expected:
+                        raise FileExistsError(f"another object is at {url}")
                     mode = "overwrite"
-                with self._call("writing", key) as bucket:
+                with self._call("writing", url) as (bucket, key):
                     bucket.put(key, content, mode=mode, use_multipart=False)
                 return
             except OSError as error:
                 with suppress(OSError, FormatError):  # else an attempt succeeded, and its answer was lost
-                    if self.read_json(key) == content:
+                    if self.read_json(url) == content:
                         return
                 if isinstance(error, FileNotFoundError) and expected is not None:
-                    raise FileExistsError(f"the object at {self.url(key)} was deleted meanwhile") from error
+                    raise FileExistsError(f"the object at {url} was deleted meanwhile") from error
                 if not left or isinstance(error, FileExistsError | PermissionError | FileNotFoundError):
                     raise
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
 
-    def _check_tag(self, key: str, expected: Mapping[str, str] | None) -> None:
-        found = None
-        with suppress(FileNotFoundError):
-            found = self.stat(key).tag
-        if found != expected:
-            raise FileExistsError(f"another object is at {self.url(key)}")
+    def append(self, url: str, content: bytes) -> None:
+        """Add content that no other writer adds to an object, which is written anew.
 
-    def upload(self, key: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
+        Raises:
+            FileExistsError: if others write it all the time.
+        """
+        for left in reversed(range(_APPENDS)):
+            old, tag = b"", None
+            with suppress(FileNotFoundError):
+                tag = self.stat(url).tag
+                old = self.read_json(url)
+            try:
+                self.put(url, old + content, tag)
+                return
+            except FileExistsError:
+                if not left:
+                    raise
+
+    def upload(self, url: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
         """Write a new object from its parts, without keeping references to them.
 
         A small object is sent with one request, a larger one in pieces, several at a time; after an error, obstore
@@ -146,7 +159,7 @@ class ObjectStore:
         """
         piece_bytes = max(self._tuning.upload_part_bytes, -(-nbytes // _MOST_PIECES))
         turn = machine_upload_lock() if self._throttles else nullcontext()
-        with turn, self._call("writing", key) as bucket:
+        with turn, self._call("writing", url) as (bucket, key):
             pieces = _pieces(parts, piece_bytes)
             first, second = next(pieces, b""), next(pieces, None)
             if second is None:
@@ -155,36 +168,35 @@ class ObjectStore:
                 content = chain((first, second), pieces)
                 bucket.put(key, content, use_multipart=True, chunk_size=piece_bytes, max_concurrency=_UPLOADS)
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the objects below a folder by their names relative to it.
+    def list(self, folder: str) -> dict[str, ObjectStat]:
+        """Return sizes and tags of the objects below a folder by their names relative to it.
 
         Empty ones may be markers of folders, as consoles make them.
         """
-        return {name: stat.size for name, stat in self.stats(folder).items()}
+        with self._call("listing", folder) as (bucket, key):
+            found = [*chain.from_iterable(bucket.list(key))]
+            return {entry["path"].removeprefix(key).removeprefix("/"): _stat(entry) for entry in found}
 
-    def stats(self, folder: str) -> dict[str, ObjectStat]:
-        """Return the sizes and tags of the objects below a folder by their names relative to it."""
-        with self._call("listing", folder) as bucket:
-            found = [*chain.from_iterable(bucket.list(folder))]
-        return {entry["path"].removeprefix(folder).removeprefix("/"): _stat(entry) for entry in found}
-
-    def delete(self, keys: Iterable[str]) -> None:
+    def delete(self, urls: Iterable[str]) -> None:
         """Delete objects, many with one request; missing ones are no error."""
-        all_keys = list(keys)
+        all_urls = [*urls]
         try:
-            if all_keys:
-                with self._call("deleting", all_keys[0]) as bucket:
-                    bucket.delete(all_keys)
+            if all_urls:
+                with self._call("deleting", all_urls[0]) as (bucket, _):
+                    bucket.delete([*map(self._key, all_urls)])
         except PermissionError:
             raise
         except OSError:  # a missing object stops it on GCS and Azure, a lost connection on S3; others lack it
-            for key in all_keys:
-                with suppress(FileNotFoundError), self._call("deleting", key) as bucket:
+            for url in all_urls:
+                with suppress(FileNotFoundError), self._call("deleting", url) as (bucket, key):
                     bucket.delete(key)
 
+    def _key(self, url: str) -> str:
+        return f"{url}/".removeprefix(self._root).strip("/")
+
     @contextmanager
-    def _call(self, action: str, key: str) -> Iterator[Any]:
-        """Yield the bucket for one call; its errors become OSErrors that begin with the action.
+    def _call(self, action: str, url: str) -> Iterator[tuple[Any, str]]:
+        """Yield the bucket and the key of a URL; errors become OSErrors that begin with the action.
 
         Raises RuntimeError in a child of a process that used obstore, since a fork does not copy its threads.
         """
@@ -196,17 +208,17 @@ class ObjectStore:
                     "store: start processes with spawn, or before an object store is used"
                 )
         try:
-            yield self._bucket
+            yield self._bucket, self._key(url)
         except Exception as error:
             name, module = type(error).__name__, type(error).__module__
             if not isinstance(error, FileNotFoundError) and not module.startswith(("obstore.", "aiohttp.")):
                 raise
             text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-            message = f"{action} {self.url(key)}: {text or name}"
+            message = f"{action} {url}: {text or name}"
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, message) from error
             if name in ("AlreadyExistsError", "PreconditionError"):
-                raise FileExistsError(f"another object is at {self.url(key)}") from error
+                raise FileExistsError(f"another object is at {url}") from error
             if name in ("PermissionDeniedError", "UnauthenticatedError"):
                 message += "; the store does not permit it: check the credentials"
                 raise PermissionError(errno.EACCES, message) from error
@@ -426,7 +438,7 @@ class _FsspecBucket:
             raise error.__cause__ from None
         if found["type"] != "file" or found["size"] is None:
             raise FileNotFoundError("no file, or none of a known size")
-        return {"size": found["size"], "e_tag": str(found.get("ETag", found.get("created", "")))}
+        return self._entry(key, found)
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
         """Return a part of an object."""
@@ -438,23 +450,25 @@ class _FsspecBucket:
 
     def put(self, key: str, content: Any, *, mode: Any = "overwrite", **sizes: Any) -> None:
         """Write an object, as a whole."""
-        url, content = self._root + key, content if isinstance(content, bytes) else b"".join(content)
+        url = self._root + key
         with self._putting:
             found = self.head(key)["e_tag"] if mode != "overwrite" and self._fs.isfile(url) else None
             if mode != "overwrite" and found != (None if mode == "create" else mode["e_tag"]):
                 raise FileExistsError(f"another object is at {url}")
-            self._fs.pipe_file(url, content)
+            self._fs.pipe_file(url, content if isinstance(content, bytes) else b"".join(content))
 
     def list(self, folder: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the paths and sizes of the objects below a folder, in one chunk."""
-        url, root = self._root + folder, self._root
+        url = self._root + folder
         found = self._fs.find(url, detail=True) if self._fs.exists(url) else {}
-        yield [
-            {"path": name.removeprefix(root).strip("/"), "size": i["size"] or 0, "e_tag": str(i.get("created", ""))}
-            for name, i in found.items()
-        ]
+        yield [self._entry(name.removeprefix(self._root).strip("/"), entry) for name, entry in found.items()]
 
     def delete(self, keys: Any) -> None:
         """Delete objects."""
         for key in [keys] if isinstance(keys, str) else keys:
             self._fs.rm_file(self._root + key)
+
+    @staticmethod
+    def _entry(key: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        tag = str(found.get("ETag", found.get("created", "")))
+        return {"path": key, "size": found["size"] or 0, "e_tag": tag}

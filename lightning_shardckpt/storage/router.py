@@ -90,16 +90,17 @@ class StorageRouter:
             TypeError: for an unknown option.
             ImportError: if a package for the protocol is missing.
         """
-        if not is_url(path):
-            _check_not_mangled(path)
-        return self.remote(path) if is_url(path) else self.local
+        if is_url(path):
+            return RemoteStorage(self.objects(path))
+        _check_not_mangled(path)
+        return self.local
 
-    def remote(self, url: str) -> RemoteStorage:
-        """Return the backend of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
+    def objects(self, url: str) -> ObjectStore:
+        """Return the bucket of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
         bucket = "/".join(url.split("/")[:3])
         if bucket not in self._buckets:
             self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, throttles=self._throttles)
-        return RemoteStorage(self._buckets[bucket])
+        return self._buckets[bucket]
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
@@ -28,6 +29,7 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.posix import errors_with_path, make_directories, sync_directory
 from lightning_shardckpt.storage.protocol import read_all
+from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
 from lightning_shardckpt.storage.temporaries import output_file
 from lightning_shardckpt.system.processes import host_id, start_time
@@ -88,26 +90,26 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
         self.path, self._storage = absolute_path(path).rstrip("/"), storage
         check_writable(self.path)
-        self._store = storage.remote(self.path) if is_url(self.path) else None
+        self._objects = storage.objects(self.path) if is_url(self.path) else None
 
     def exists(self) -> bool:
         """Return True if the folder exists; one of an object store exists if there is an object in it."""
-        return os.path.isdir(self.path) if self._store is None else not self._store.is_empty(self.path)
+        return os.path.isdir(self.path) if self._objects is None else bool(self._objects.list(self.path))
 
     def list_complete(self) -> dict[str, str]:
         """Return the paths of the complete checkpoints in the folder, each with a text that changes with its content.
 
         Links are left out: the checkpoints that they lead to are listed where they are.
         """
-        if self._store is not None:
-            return self._store.list_complete(self.path)
+        if self._objects is not None:
+            return list_complete(self._objects, self.path)
         found = dict[str, str]()
-        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    if not entry.name.startswith(".") and not entry.is_symlink():  # drafts begin with a dot
-                        root = os.stat(os.path.join(entry.path, ROOT_NAME))
-                        found[entry.path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
+        for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
+            path = os.path.join(self.path, name)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if not name.startswith(".") and not os.path.islink(path):  # drafts begin with a dot
+                    root = os.stat(os.path.join(path, ROOT_NAME))
+                    found[path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
         return found
 
     # --- evaluations ---
@@ -209,32 +211,30 @@ class RunFolder:
     # --- small files ---
 
     def _names(self) -> list[str]:
-        if self._store is not None:
-            return self._store.names_below(f"{self.path}/{_FOLDER}")
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return os.listdir(f"{self.path}/{_FOLDER}")
-        return []
+        folder = f"{self.path}/{_FOLDER}"
+        if self._objects is not None:
+            return [*self._objects.list(folder)]
+        return os.listdir(folder) if os.path.isdir(folder) else []
 
     def _read(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError, NotADirectoryError):
-            if self._store is not None:
-                return self._store.read_object(f"{self.path}/{name}")
-            with open(f"{self.path}/{name}", "rb") as file:
-                return file.read()
+            if self._objects is not None:
+                return self._objects.read_json(f"{self.path}/{name}")
+            return Path(self.path, name).read_bytes()
         return None
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        content = json.dumps(value).encode()
-        if self._store is not None:
-            self._store.put_object(f"{self.path}/{name}", content)
+        path, content = f"{self.path}/{name}", json.dumps(value).encode()
+        if self._objects is not None:
+            self._objects.upload(path, [content])
             return
-        with output_file(f"{self.path}/{name}", overwrite=True) as (file, _):
+        with output_file(path, overwrite=True) as (file, _):
             os.write(file, content)
 
     def _append(self, name: str, texts: Iterable[str]) -> None:
         lines, path = "".join(f"{text}\n" for text in texts).encode(), f"{self.path}/{name}"
-        if self._store is not None:
-            self._store.append_to_object(path, lines)
+        if self._objects is not None:
+            self._objects.append(path, lines)
             return
         make_directories(os.path.dirname(path))
         with errors_with_path(path), open(path, "a+b", buffering=0) as file:
@@ -246,11 +246,10 @@ class RunFolder:
         sync_directory(os.path.dirname(path))
 
     def _delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            if self._store is not None:
-                self._store.delete_object(f"{self.path}/{name}")
-            else:
-                os.unlink(f"{self.path}/{name}")
+        if self._objects is not None:
+            self._objects.delete([f"{self.path}/{name}"])
+        else:
+            Path(self.path, name).unlink(missing_ok=True)
 
 
 def _request_of(name: str) -> str:

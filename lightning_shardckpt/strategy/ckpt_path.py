@@ -22,8 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, assigned_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.open_source import find_dcp_directory
 from lightning_shardckpt.sources.torch_save import leaves_out_frozen
+from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -169,7 +171,7 @@ def _save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
 
 
 def _exists(path: str, storage: StorageRouter) -> bool:
-    return storage.remote(path).is_complete(path) if is_url(path) else os.path.lexists(path)
+    return storage.objects(path).exists(f"{path}/{ROOT_NAME}") if is_url(path) else os.path.lexists(path)
 
 
 def _list_directory(directory: str, storage: StorageRouter) -> Iterable[str]:
@@ -178,7 +180,7 @@ def _list_directory(directory: str, storage: StorageRouter) -> Iterable[str]:
     In an object store only complete ones, since an interrupted save leaves its parts at the path of the checkpoint.
     """
     if is_url(directory):
-        return [url for url in storage.remote(directory).list_complete(directory) if url.endswith(_SUFFIX)]
+        return [url for url in list_complete(storage.objects(directory), directory) if url.endswith(_SUFFIX)]
     names = os.listdir(directory) if os.path.isdir(directory) else ()
     return [os.path.join(directory, name) for name in names if name.endswith(_SUFFIX)]
 

@@ -106,7 +106,7 @@ MUTATIONS = (
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
     Mutation("on an object store, the root index is put when it is written", ATOMIC, "storage/remote_storage.py",
              'self._root = b"".join(parts)\n',
-             'self._root = b"".join(parts)\n            self._objects.put(self._key(name), self._root, None)\n',
+             'self._root = b"".join(parts)\n            self._objects.put(f"{self._url}/{name}", self._root, None)\n',
              ("unit/storage/test_storage.py",)),
     Mutation("on an object store, a checkpoint that appeared meanwhile is overwritten", ATOMIC,
              "storage/object_store.py", 'mode: Any = expected or "create"', 'mode: Any = "overwrite"',

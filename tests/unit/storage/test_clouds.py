@@ -150,15 +150,15 @@ def test_gcs_and_azure_compare_as_they_write(url: str, monkeypatch: pytest.Monke
             options = {"anon": True} | ({} if "@" in url else {"account_name": "account"})
         store = ObjectStore(url, options, IMPATIENT)
         with pytest.raises(FileNotFoundError, match=f"looking at {url}: "):
-            store.stat("a")
-        store.put("a", b"first", None)
-        tag = store.stat("a").tag
+            store.stat(url)
+        store.put(url, b"first", None)
+        tag = store.stat(url).tag
         with pytest.raises(FileExistsError):
-            store.put("a", b"other", None)
-        store.put("a", b"second", tag)
+            store.put(url, b"other", None)
+        store.put(url, b"second", tag)
         with pytest.raises(FileExistsError):
-            store.put("a", b"third", tag)
-        assert store.read_json("a") == b"second" and store.read("a", 1, 4) == b"eco"
+            store.put(url, b"third", tag)
+        assert store.read_json(url) == b"second" and store.read(url, 1, 4) == b"eco"
 
 
 def test_a_forked_process_is_told_and_does_not_hang(s3: Bucket) -> None:

@@ -97,9 +97,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_one_and_nothing_else_is(
     others = [f"runs/b.ckpt/{dead}-of-somebody-else", "runs/c.ckpt", "runs/d.ckpt/thesis.tex"]
     for key in others:
         s3.put(key, b"x")
-    assert save(url, 1.0, storage=storage) == [
-        f"removed the leftover of an unfinished save at {url!r}: 1 file, 2.00 KiB"
-    ]
+    assert save(url, 1.0, storage=storage) == [f"removed the leftover of an unfinished save at {url!r}"]
     assert load(url, storage=storage) == 1.0
     for name in ("c.ckpt", "d.ckpt"):
         with pytest.raises(FileExistsError, match=rf"{name}.*use another path"):

@@ -92,8 +92,8 @@ def test_evaluations_are_added_after_a_line_that_was_cut_and_by_several_processe
     folder.add_evaluations(first)
     if "://" in run_dir:
         store = ObjectStore(run_dir, {})
-        key = store.key(f"{run_dir}/evaluations.jsonl")
-        store.put(key, store.read_json(key) + b'{"save_id": "cut\n', store.stat(key).tag)
+        url = f"{run_dir}/evaluations.jsonl"
+        store.put(url, store.read_json(url) + b'{"save_id": "cut\n', store.stat(url).tag)
     else:
         with open(f"{run_dir}/evaluations.jsonl", "a") as file:
             file.write('{"save_id": "cut')
