@@ -391,15 +391,6 @@ _KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
 
 @dataclass(slots=True)
-class _Draw:
-    """The position before a draw, the numbers of its epoch and batch, and True if it drew from the process."""
-
-    number: tuple[int, int]
-    position: dict[str, Any]
-    is_random: bool = False
-
-
-@dataclass(slots=True)
 class Watch:
     """The progress of a loader.
 
@@ -407,7 +398,7 @@ class Watch:
         kind: the loader's own class.
         count: returns the number of the epoch, and of its drawn batches.
         begun: random states when the current iteration began; None before the first one.
-        draws: the last draws.
+        draws: the last draws: the number of the epoch and of its batch, and the position before it.
         upcoming: the position at which the next iteration begins; None to begin anew.
         waits: whether iterations are empty, until the position to resume from is known.
     """
@@ -415,7 +406,7 @@ class Watch:
     kind: Any
     count: Callable[[], tuple[int, int]]
     begun: dict[str, Any] | None = None
-    draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    draws: deque[tuple[tuple[int, int], dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     upcoming: LoaderPosition | None = None
     waits: bool = False
 
@@ -476,13 +467,14 @@ def state_position(loader: StatefulLoader, used: int | None) -> LoaderPosition |
     if watch.upcoming is not None:
         return watch.upcoming
     first = None if used is None else (watch.count()[0], used)
-    unused = [] if first is None else [draw for draw in watch.draws if draw.number >= first]
-    if watch.waits or (unused and unused[0].number != first):
+    unused = [] if first is None else [(number, position) for number, position in watch.draws if number >= first]
+    if watch.waits or (unused and unused[0][0] != first):
         return None
     order = {"order": _checksum(last_order(sampler_of(loader)) or [])}
-    if unused:
-        return unused[0].position | order | {"draws_random_numbers": any(draw.is_random for draw in unused)}
-    return _current_position(loader) | order
+    if not unused:
+        return _current_position(loader) | order
+    draws_random = any(position.get("draws_random_numbers", False) for _, position in unused)
+    return unused[0][1] | order | {"draws_random_numbers": draws_random}
 
 
 def resume_state(loader: StatefulLoader, position: LoaderPosition | None, *, is_over: bool) -> None:
@@ -526,14 +518,14 @@ def _draw_all(loader: StatefulLoader, iterator: Iterator[Any], order: int | None
     """
     watch = loader.shardckpt_watch
     while True:
-        draw, before = _Draw(watch.count(), _current_position(loader)), rng_checksum()
-        watch.draws.append(draw)
+        position, before = _current_position(loader), rng_checksum()
+        watch.draws.append((watch.count(), position))
         try:
             batch = next(iterator)
         except StopIteration:
             watch.draws.pop()
             return
-        draw.is_random = before != rng_checksum()
+        position["draws_random_numbers"] = before != rng_checksum()
         sampler, expected, order = sampler_of(loader), order, None
         _warn_of_order(sampler, last_order(sampler) or [], expected)
         yield batch

@@ -16,7 +16,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
-from lightning_shardckpt.state.peft import adapters_from_json
+from lightning_shardckpt.state.peft import ROOT
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 FROZEN = "shardckpt_frozen_parameters"
@@ -51,6 +51,10 @@ def _check_json(value: Any) -> None:
     _require(isinstance(parse_json(check_text(value).encode(), "the text"), dict), "an object", value)
 
 
+def _check_adapter(value: Any) -> None:
+    _require(re.fullmatch(r"[^./\\\x00]+", check_text(value)) is not None, "the name of an adapter", value)
+
+
 _OBJECT: dict[str, Any] = {"*": _anything}
 _PARAMS = [check_text]
 _GROUP = {
@@ -80,6 +84,16 @@ _SCHEMAS: dict[str, Any] = {
                 "adapter": lambda v: _require(v is None or check_text(v) == v, "text", v),
                 "names": {"*": [(check_text, check_shape, check_shape, check_shape)]},
                 "files": {CONFIG: _check_json, f"{CONFIGS[1]}?": _check_json, "*": _anything},
+            }
+        ]
+    },
+    "peft": {
+        "adapters": [
+            {
+                "name": _check_adapter,
+                "prefix": check_text,
+                "root": lambda v: _require(v in ("", ROOT), "a prefix of PEFT", v),
+                "config": check_text,
             }
         ]
     },
@@ -137,9 +151,6 @@ def check_document(role: str, value: Any) -> None:
     Raises:
         FormatError: if it does not.
     """
-    if role == "peft":
-        adapters_from_json(value)
-        return
     _check(value, _SCHEMAS.get(role, _anything))
     if role == "model":
         _refuse_compound(value)

@@ -42,9 +42,6 @@ from lightning_shardckpt.system.memory import gc_paused
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
-_PLAIN = (str, int, float, bool, bytes, type(None), dict, list, tuple)
-"""Types that are no objects with a state, for speed."""
-
 T = TypeVar("T")
 
 Keep: TypeAlias = Callable[[str, Any], bool]
@@ -219,7 +216,7 @@ def unwrap(value: Any) -> Any:
 
 def _refuse_objects(value: Any, path: Path) -> None:
     """Refuse objects inside a value."""
-    if type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and _is_object(value):
+    if _is_object(value):
         raise StateError(
             f"{key_of(path)!r} of the state is a {type(unwrap(value)).__name__}: objects are saved and restored as "
             "values of the state, or in a list that is one. Give it a key of its own, such as "

@@ -288,8 +288,10 @@ def add_versions(
     if versions is None:
         return state_dict
     new = OrderedDict(state_dict)
-    names = {module for name in state_dict for module in _modules_around(name)} if modules is None else modules
-    metadata = OrderedDict((name, dict(versions.get(clean_fqn(name), _FIRST))) for name in sorted(names))
+    if modules is None:
+        parts = (name.split(".") for name in state_dict)
+        modules = {".".join(around[:count]) for around in parts for count in range(len(around))}
+    metadata = OrderedDict((name, dict(versions.get(clean_fqn(name), _FIRST))) for name in sorted(modules))
     vars(new)[METADATA] = metadata
     return new
 
@@ -321,8 +323,3 @@ def rename_versions(versions: Mapping[str, Any] | None, stored: Mapping[str, str
             if not new_parts or not old_parts or new_parts.pop() != old_parts.pop():
                 break
     return renamed
-
-
-def _modules_around(name: str) -> list[str]:
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:count]) for count in range(len(parts) + 1)]

@@ -167,7 +167,7 @@ def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Pa
         export_adapters(checkpoint, tmp_path / "taken")
     original = (checkpoint / "peft.json").read_bytes()
     small.edit(checkpoint, "peft.json", lambda value: value["adapters"][0].update({"name": "../../x"}))
-    with pytest.raises(FormatError, match="name or root"):
+    with pytest.raises(FormatError, match="not the name of an adapter"):
         export_adapters(checkpoint, output)
     small.put(checkpoint, "peft.json", original)
     flip(checkpoint / small.SHARD, -1)

@@ -248,8 +248,8 @@ def test_f24_an_unknown_tag_is_refused() -> None:
         ("optimizer", {"0": {"groups": {}, "values": {}}}, "0 is not an object with groups, numbered, values"),
         ("frozen", {"w": ["F33", [2]]}, "w/0: unknown dtype 'F33'"),
         ("frozen", {"w": ["F32", [-2]]}, "w/1: -2 is not a size"),
-        ("peft", {"adapters": {}}, "the document is not an object with a list of adapters"),
-        ("peft", {"adapters": [{"name": "a/b", "prefix": "", "root": "", "config": ""}]}, "an adapter has a name"),
+        ("peft", {"adapters": {}}, "adapters is not a list"),
+        ("peft", {"adapters": [{"name": "a/b", "prefix": "", "root": "", "config": ""}]}, "adapters/0/name: 'a/b' is"),
     ],
 )
 def test_f24_a_document_has_the_structure_of_its_role(role: str, value: Any, words: str) -> None:
