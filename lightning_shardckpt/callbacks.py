@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,19 +12,19 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_shardckpt.storage.router import StorageRouter, absolute_path
+from lightning_shardckpt.storage.router import StorageRouter, absolute_path, is_url
 from lightning_shardckpt.system.text import count_text, list_some
-from lightning_shardckpt.system.threads import NoThreadError, Worker
 from lightning_shardckpt.tools.follow import Run
 
-_LOOK_S, _LAST_LOOK_S = 10.0, 1.0  # between two looks for evaluations, in training and at its end
+_LOOK_S, _LOOK_AT_STORE_S, _LAST_LOOK_S = 10.0, 30.0, 1.0  # between two looks, in training and at its end
 
 
 class FollowedMetrics(Callback):
     """Logs the metrics of ``shardckpt follow`` to all loggers of the Trainer, at the steps of their checkpoints.
 
     The metrics are the numbers of the JSON object that the command printed last, under their names. Rank 0 looks for
-    them every ten seconds in a thread, and logs each evaluation once, also after a resume; failed ones are warnings.
+    them every ten seconds, at URLs every thirty, and logs each evaluation once, also after a resume; failed ones are
+    warnings.
 
     When a fit is complete, this callback tells the follower that the training has ended, and rank 0 waits for
     evaluations that are missing. A warning lists those that are still missing then.
@@ -36,10 +35,9 @@ class FollowedMetrics(Callback):
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None = None, *, wait_s: float = 300.0) -> None:
-        self._run_dir, self._wait_s = run_dir, wait_s
-        self._runs = list[_LoggedRun]()  # on rank 0, in a fit
-        self._reader: Worker | None = None
-        self._next_look = 0.0
+        self._run_dir, self._wait_s, self._next_look = run_dir, wait_s, 0.0
+        self._runs = dict[Run, list[dict[str, Any]]]()  # with their evaluations; on rank 0, in a fit
+        self._logged = set[str]()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -51,24 +49,20 @@ class FollowedMetrics(Callback):
         savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         given = [saver.dirpath for saver in savers] if self._run_dir is None else [self._run_dir]
         folders = dict.fromkeys(absolute_path(folder) for folder in given if folder is not None)
-        self._runs = [_LoggedRun(folder, storage) for folder in folders]
+        self._runs = {Run(folder, storage): [] for folder in folders}
         for run in self._runs:
             run.folder.set_ended(False)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if not self._runs or time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + _LOOK_S
-        if self._log(trainer):
-            self._reader = Worker(self._look, name="shardckpt-evaluations", daemon=True)
-            with suppress(NoThreadError):  # then look again later
-                self._reader.start()
+        if self._runs and time.monotonic() >= self._next_look:
+            self._log(trainer)
+            has_store = any(is_url(run.folder.path) for run in self._runs)
+            self._next_look = time.monotonic() + (_LOOK_AT_STORE_S if has_store else _LOOK_S)
 
     @override
     def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self._log(trainer, within_s=_LOOK_S):
-            self._look()
+        self._log(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,73 +70,44 @@ class FollowedMetrics(Callback):
 
         The strategy has waited for asynchronous saves.
         """
-        self._log(trainer, within_s=_LOOK_S)
-        deadline, runs = time.monotonic() + self._wait_s, self._runs
-        for run in runs:
+        deadline = time.monotonic() + self._wait_s
+        for run in self._runs:
             run.folder.set_ended(True)
-        while runs:
+        while self._runs:
             is_last = time.monotonic() >= deadline
-            followed = [run for run in runs if run.folder.is_followed()]  # before the look: its last work is seen
-            self._look()
+            followed = [run for run in self._runs if run.folder.is_followed()]  # before the look: its last work is seen
             self._log(trainer)
-            if is_last or not any(run.missing() for run in followed):
+            if is_last or not any(run.pending(self._runs[run]) for run in followed):
                 break
             time.sleep(_LAST_LOOK_S)
-        self._look()  # which notes what was logged
-        if missing := [path for run in runs for path in run.missing()]:
+        if missing := [saved.path for run, evaluations in self._runs.items() for saved in run.pending(evaluations)]:
             rank_zero_warn(
                 f"metrics of {count_text(len(missing), 'checkpoint')} are not logged, since they are not evaluated: "
                 f"{list_some(missing)}. `shardckpt follow` evaluates them after the training, too"
             )
 
-    def _look(self) -> None:
-        """Read evaluations, in a thread while training goes on."""
+    def _log(self, trainer: pl.Trainer) -> None:
+        """Log the evaluations that no training has logged. After an error of the storage, look again later."""
         for run in self._runs:
-            run.look()
-
-    def _log(self, trainer: pl.Trainer, *, within_s: float = 0) -> bool:
-        """Log what was read, and return True, if no thread reads, after ``within_s`` at the latest."""
-        if self._reader is not None and self._reader.is_running() and not self._reader.has_ended(within_s):
-            return False
-        for evaluation in [evaluation for run in self._runs for evaluation in run.take()]:
-            if evaluation["status"] != 0:
-                rank_zero_warn(f"the evaluation of {evaluation['path']!r} failed with status {evaluation['status']}")
-            metrics = evaluation.get("metrics") or {}
-            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-            for logger in trainer.loggers if numbers and evaluation["status"] == 0 else ():
-                logger.log_metrics(numbers, step=evaluation["step"])
-        return True
+            try:
+                self._runs[run] = run.folder.evaluations()
+                self._logged |= run.folder.logged()
+                new = {f"{one['save_id']} {one['start']}": one for one in self._runs[run] if "status" in one}
+                new = {key: one for key, one in new.items() if key not in self._logged}
+                for one in new.values():
+                    _log_one(trainer, one)
+                self._logged |= new.keys()
+                if new:
+                    run.folder.add_logged(new)
+            except OSError as error:
+                rank_zero_warn(f"looking again for evaluations: {error}")
 
 
-class _LoggedRun(Run):
-    """A run, and which of its evaluations were logged, which a resumed training reads."""
-
-    def __init__(self, path: str, storage: StorageRouter) -> None:
-        super().__init__(path, storage)
-        self._evaluations, self._logged, self._taken = list[dict[str, Any]](), set[str](), list[str]()
-
-    def look(self) -> None:
-        """Read the evaluations, after writing which were logged since the last look. After an error, look again."""
-        try:
-            if self._taken:
-                self.folder.add_logged(self._taken)
-                self._taken = []
-            self._logged |= self.folder.logged()
-            self._evaluations = self.folder.evaluations()
-        except OSError as error:
-            rank_zero_warn(f"looking again for evaluations: {error}")
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the evaluations that were read and not logged yet; they count as logged then."""
-        new = {_key(one): one for one in self._evaluations if "status" in one and _key(one) not in self._logged}
-        self._logged |= new.keys()
-        self._taken += new
-        return [*new.values()]
-
-    def missing(self) -> list[str]:
-        """Return the paths of checkpoints that were not evaluated."""
-        return [one.path for one in self.pending(self._evaluations)]
-
-
-def _key(evaluation: Mapping[str, Any]) -> str:
-    return f"{evaluation['save_id']} {evaluation['start']}"
+def _log_one(trainer: pl.Trainer, evaluation: Mapping[str, Any]) -> None:
+    if evaluation["status"] != 0:
+        rank_zero_warn(f"the evaluation of {evaluation['path']!r} failed with status {evaluation['status']}")
+        return
+    metrics = evaluation.get("metrics") or {}
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    for logger in trainer.loggers if numbers else ():
+        logger.log_metrics(numbers, step=evaluation["step"])

@@ -10,23 +10,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.storage.run_folder import HOLD_S, RENEW_S, Follower, RunFolder
-from lightning_shardckpt.system.threads import Worker
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 LOOK_S, LOOK_AT_STORE_S = 5.0, 30.0  # a store lists all objects of all checkpoints
@@ -136,62 +136,65 @@ def follow(
         raise FileNotFoundError(f"there is no program {command[0]!r} to run")
     run = Run(run_dir, StorageRouter(storage_options=storage_options))
     look_s = interval_s or (LOOK_AT_STORE_S if is_url(run.folder.path) else LOOK_S)
-    following = _Following(run, command, newest=newest, once=once)
-    with suppress(KeyboardInterrupt), following.held(look_s):
-        while (pending := following.look()) is not None:
-            if pending:
-                following.evaluate(pending)
-            else:
-                time.sleep(look_s)
+    following = _Following(run, command)
+    with suppress(KeyboardInterrupt):
+        following.wait_for_turn(None if once else look_s)
+        with following.held(skipped_count=newest):
+            while (pending := following.look(once)) is not None:
+                if pending:
+                    following.evaluate(pending, newest)
+                else:
+                    time.sleep(look_s)
     return following.failures
 
 
 class _Following:
     """The state of ``follow``: this process holds the run while it evaluates one checkpoint after the other."""
 
-    def __init__(self, run: Run, command: Sequence[str], *, newest: bool, once: bool) -> None:
-        self._folder, self._run, self._command, self._newest, self._once = run.folder, run, command, newest, once
+    def __init__(self, run: Run, command: Sequence[str]) -> None:
+        self._folder, self._run, self._command = run.folder, run, command
         self._evaluations = list[dict[str, Any]]()
         self._self = Follower.this_process(None)
         self._first: str | None = None  # the checkpoint whose evaluation was interrupted
-        self._renewed, self._has_looked, self._is_replaced = 0.0, False, False
+        self._renewed, self._has_looked = 0.0, False
         self.failures = 0
 
-    @contextmanager
-    def held(self, look_s: float) -> Iterator[None]:
-        """Be the follower of the run, as soon as the folder exists and no other process is."""
+    def wait_for_turn(self, look_s: float | None) -> None:
+        """Wait until the folder exists and no other process follows it; without ``look_s``, raise an error."""
         reason = None
-        while (now := self._reason_to_wait()) is not None:
-            if self._once:
+        while True:
+            other = self._folder.follower()
+            if not self._folder.exists():
+                now = f"no run to follow: the folder {self._folder.path!r} does not exist yet"
+            elif other is not None and other.is_alive():
+                now = (
+                    f"process {other.pid} of {other.host_name!r} follows {self._folder.path!r} already. If it was "
+                    f"killed on another machine, this is known after {HOLD_S / 60:.0f} minutes"
+                )
+            else:
+                return
+            if look_s is None:
                 raise CheckpointNotFoundError(now)
             if reason != now:
                 _say(now)
             reason = now
             time.sleep(look_s)
+
+    @contextmanager
+    def held(self, *, skipped_count: bool) -> Iterator[None]:
+        """Be the follower of the run; skipped checkpoints may count as evaluated."""
         before = self._folder.follower()
         try:
             self._first = None if before is None else before.checkpoint
             self._hold(self._first)  # a deletion that was requested meanwhile still waits
             time.sleep(_SETTLE_S)
-            self._evaluations = self._folder.evaluations()
-            if not self._newest:
-                self._evaluations = [one for one in self._evaluations if "status" in one]
+            self._evaluations = [one for one in self._folder.evaluations() if skipped_count or "status" in one]
             yield
         finally:
-            if not self._is_replaced:
-                with suppress(OSError):
+            with suppress(OSError):
+                if self._self.is_same_process(self._folder.follower() or self._self):
                     self._release()
                     self._folder.set_follower(None)
-
-    def _reason_to_wait(self) -> str | None:
-        if not self._folder.exists():
-            return f"no run to follow: the folder {self._folder.path!r} does not exist yet"
-        if (other := self._folder.follower()) is None or not other.is_alive():
-            return None
-        return (
-            f"process {other.pid} of {other.host_name!r} follows {self._folder.path!r} already. If it was killed on "
-            f"another machine, this is known after {HOLD_S / 60:.0f} minutes"
-        )
 
     def _hold(self, checkpoint: str | None) -> None:
         self._self, self._renewed = Follower.this_process(checkpoint), time.monotonic()
@@ -208,15 +211,14 @@ class _Following:
             return
         other = self._folder.follower()
         if other is not None and not self._self.is_same_process(other):
-            self._is_replaced = True
             raise RankError(f"process {other.pid} of {other.host_name!r} has begun to follow {self._folder.path!r}")
         self._hold(self._self.checkpoint)
 
-    def look(self) -> list[SavedStep] | None:
+    def look(self, once: bool) -> list[SavedStep] | None:
         """Return the checkpoints that wait; None if there will be no more. After an error of a store, look again."""
         try:
             self._renew()
-            is_over = self._once or self._folder.has_ended()  # before the look, so that nothing is saved after it
+            is_over = once or self._folder.has_ended()  # before the look, so that nothing is saved after it
             pending = self._run.pending(self._evaluations)
         except OSError as error:
             if not self._has_looked:
@@ -226,41 +228,33 @@ class _Following:
         self._has_looked = True
         return None if is_over and not pending else pending
 
-    def evaluate(self, pending: list[SavedStep]) -> None:
+    def evaluate(self, pending: list[SavedStep], newest: bool) -> None:
         """Evaluate the first checkpoint of several, or skip all but the newest."""
-        if self._newest and len(pending) > 1:
+        if newest and len(pending) > 1:
             self._record(*({**_about(one), "skipped": True} for one in pending[:-1]))
             pending = pending[-1:]
-        self._evaluate(next((one for one in pending if one.name == self._first), pending[0]))
-
-    def _evaluate(self, saved: SavedStep) -> None:
-        self._first = None
+        saved, self._first = next((one for one in pending if one.name == self._first), pending[0]), None
         self._hold(saved.name)
-        try:
-            if self._folder.is_requested(saved.path):
-                time.sleep(_SETTLE_S)
-            if saved not in self._run.pending(self._evaluations):  # deleted or replaced meanwhile
-                return
+        if self._folder.is_requested(saved.path):
+            time.sleep(_SETTLE_S)
+        if saved in self._run.pending(self._evaluations):  # not deleted or replaced meanwhile
             command = [argument.replace("{}", saved.path) for argument in self._command]
             _say(f"step {saved.step}: {shlex.join(command)}")
             start, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
             status, metrics = self._execute(command)
             seconds = round(time.monotonic() - began, 3)
-            about = {**_about(saved), "start": start, "seconds": seconds, "status": status, "metrics": metrics}
-            self._record(about)
+            self._record({**_about(saved), "start": start, "seconds": seconds, "status": status, "metrics": metrics})
             self.failures += status != 0
             _say(f"step {saved.step}: {'done' if status == 0 else f'failed with status {status}'} in {seconds:.0f} s")
-        finally:
-            if not self._is_replaced:
-                self._release()
+        self._release()
 
     def _record(self, *evaluations: dict[str, Any]) -> None:
         self._folder.add_evaluations(*evaluations)
         self._evaluations += evaluations
 
     def _execute(self, command: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
-        """Run a command; return its exit status and the last JSON object that it printed."""
-        found = list[dict[str, Any]]()
+        """Run a command, and print its output; return its exit status and the last JSON object that it printed."""
+        metrics, rest, is_open, decoder = None, "", True, getincrementaldecoder("utf-8")("replace")
         with subprocess.Popen(
             [sys.executable, "-IS", "-c", _START, *command],
             stdin=subprocess.DEVNULL,
@@ -268,50 +262,40 @@ class _Following:
             start_new_session=True,  # so that it gets one signal, and ends with all that it has started
         ) as process:
             assert process.stdout is not None
-            output = Worker(partial(_pass_on, process.stdout, found), name="shardckpt-output", daemon=True)
             try:
-                output.start()
-                while process.poll() is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(RENEW_S)
+                while is_open or process.poll() is None:
+                    if not is_open:  # it has closed its output
+                        with suppress(subprocess.TimeoutExpired):
+                            process.wait(_OUTPUT_S)
+                    elif select.select([process.stdout], [], [], _OUTPUT_S)[0]:
+                        data = os.read(process.stdout.fileno(), _LINE_BYTES)
+                        is_open, text = bool(data), decoder.decode(data, not data)
+                        with suppress(OSError, ValueError):  # whoever reads it is gone: the command goes on
+                            sys.stdout.write(text)
+                            sys.stdout.flush()
+                        *lines, rest = (rest[:_LINE_BYTES] + (text if data else "\n")).split("\n")
+                        for line in (line for line in lines if line.lstrip().startswith("{")):
+                            with suppress(ValueError):
+                                metrics = json.loads(line)
+                    else:  # what it has started may keep the output open
+                        is_open = process.poll() is None
                     try:
                         self._renew()
                     except OSError as error:  # the next attempt is in time, too
                         _say(f"not renewed: {error}")
             except BaseException:
-                _interrupt(process)
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+                    os.killpg(process.pid, signal.SIGINT)
+                    process.wait(GRACE_S)
                 raise
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                output.has_ended(_OUTPUT_S)
-        return process.returncode, found[-1] if found else None
+        return process.returncode, metrics
 
 
 def _about(saved: SavedStep) -> dict[str, Any]:
     return {"path": saved.path, "step": saved.step, "save_id": saved.save_id}
-
-
-def _pass_on(output: IO[bytes], found: list[dict[str, Any]]) -> None:
-    """Print the output of a command, and keep its last JSON object."""
-    is_open = True
-    for line in iter(partial(output.readline, _LINE_BYTES), b""):
-        if is_open:
-            try:
-                sys.stdout.write(line.decode(errors="replace"))
-                sys.stdout.flush()
-            except (OSError, ValueError):  # whoever reads it is gone: the command goes on
-                is_open = False
-        with suppress(ValueError):
-            value = json.loads(line) if line.lstrip().startswith(b"{") else None
-            found[:] = found if value is None else [value]
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a command; wait for a while until it ends."""
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(GRACE_S)
 
 
 def _say(text: str) -> None:
