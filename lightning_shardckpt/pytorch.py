@@ -49,7 +49,7 @@ from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
-from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, guard_state, user_code
+from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
@@ -234,8 +234,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.restore()
         if sharded.pipeline is not None:
             self._undo_setup.callback(wrap_actions(trainer.profiler, user_code))  # type: ignore[attr-defined]  # set late
-            for optimizer in self.optimizers:
-                guard_state(optimizer)
 
     def _shard(self) -> ShardedModule:
         module = self.precision_plugin.convert_module(self._module)

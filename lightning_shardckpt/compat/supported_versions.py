@@ -7,20 +7,15 @@ Tools that run without torch don't import this.
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = {"torch": ((2, 12), (2, 15)), "lightning": ((2, 5), (2, 6))}
 """The first and the last tested minor version of each, as in ``pyproject.toml``."""
 
-ALLOW_UNTESTED = "LIGHTNING_SHARDCKPT_ALLOW_UNTESTED"
-"""The environment variable that allows other versions, at the user's own risk, if it is 1."""
-
 
 def require_supported_versions() -> None:
-    """Refuse untested versions of torch and Lightning, or warn if the user allows them.
+    """Refuse untested versions of torch and Lightning.
 
     A nightly or development build counts as the version that it precedes: 2.16.0.dev20261120 is 2.16. A package that is
     not installed, or whose version has no number, is left to the import that needs it.
@@ -29,22 +24,13 @@ def require_supported_versions() -> None:
         ImportError: naming the installed and the supported versions, and remedies.
     """
     problems = [text for name in SUPPORTED if (text := _problem(name))]
-    if not problems:
-        return
-    if os.environ.get(ALLOW_UNTESTED) == "1":
-        warnings.warn(
-            f"lightning-shardckpt has not been tested with these versions: {'; '.join(problems)}. "
-            f"Results may differ without an error ({ALLOW_UNTESTED}=1)",
-            stacklevel=2,
+    if problems:
+        wanted = " ".join(f'"{name}{_requirement(name)}"' for name in SUPPORTED)
+        raise ImportError(
+            f"lightning-shardckpt cannot be used with the installed versions: {'; '.join(problems)}\n"
+            "It relies on private names of torch and Lightning, with which others may give errors or different results."
+            f"\nRun `pip install {wanted}`, or use a release of lightning-shardckpt for the installed versions."
         )
-        return
-    wanted = " ".join(f'"{name}{_requirement(name)}"' for name in SUPPORTED)
-    raise ImportError(
-        f"lightning-shardckpt cannot be used with the installed versions: {'; '.join(problems)}\n"
-        "It relies on private names of torch and Lightning, with which others may give errors or different results.\n"
-        f"Run `pip install {wanted}`, or use a release of lightning-shardckpt for the installed versions. "
-        f"Set {ALLOW_UNTESTED}=1 to go on at your own risk."
-    )
 
 
 def _problem(name: str) -> str | None:

@@ -1,14 +1,12 @@
 """Optimizers of a sharded module: its parameters take the place of those before sharding.
 
 In a pipeline an optimizer steps this stage's parameters, and shows all stages' to user code: there, param groups have
-the parameters of the whole module, in its order. The optimizer's state covers only this stage's parameters, and raises
-if a hook reads more.
+the parameters of the whole module, in its order. The optimizer's state covers only this stage's parameters.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -141,50 +139,10 @@ class GroupParameters(list[Tensor]):
         return self._visible()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
 
 
-def _state_error(part: str) -> UnsupportedCodeError:
-    return UnsupportedCodeError(
-        f"a hook reads the state of an optimizer: {part}. A pipeline stage has only the state of its own parameters. "
-        "Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with lightning_shardckpt.open."
-    )
-
-
-def _if_not_in_user_code(name: str) -> Callable[[StageState], Any]:
-    """Return a method of a dict that raises in user code."""
-
-    def call(state: StageState) -> Any:
-        if _IN_USER_CODE.get():
-            raise _state_error("the state of all parameters")
-        return getattr(super(StageState, state), name)()
-
-    return call
-
-
-class StageState(defaultdict[Tensor, Any]):
-    """The optimizer state of this stage's parameters. User code may read it by parameter, but not as a whole."""
-
-    def __init__(self, state: Mapping[Tensor, Any]) -> None:
-        super().__init__(dict, state)
-
-    def __missing__(self, parameter: Tensor) -> Any:
-        if isinstance(parameter, Placeholder):
-            raise _state_error(f"the state of {parameter.origin}")
-        return super().__missing__(parameter)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Tensor, Any]:
-        items = super().items()
-        return defaultdict(dict, {deepcopy(key, memo): deepcopy(value, memo) for key, value in items})
-
-    __iter__: Any = _if_not_in_user_code("__iter__")
-    __len__: Any = _if_not_in_user_code("__len__")
-    keys: Any = _if_not_in_user_code("keys")
-    values: Any = _if_not_in_user_code("values")
-    items: Any = _if_not_in_user_code("items")
-
-
 def show_all_stages(optimizer: Optimizer) -> None:
     """Make an optimizer of the whole module's parameters step with this stage's, and show user code all.
 
-    Also replaces ``add_param_group`` and torch's ``zero_grad``, and guards the optimizer's state.
+    Also replaces ``add_param_group`` and torch's ``zero_grad``.
     """
     add = type(optimizer).add_param_group
 
@@ -208,10 +166,3 @@ def show_all_stages(optimizer: Optimizer) -> None:
     optimizer.__dict__["add_param_group"] = add_param_group
     if type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
         optimizer.__dict__["zero_grad"] = zero_grad
-    guard_state(optimizer)
-
-
-def guard_state(optimizer: Optimizer) -> None:
-    """Make ``optimizer.state`` a `StageState`. Call it again after each load."""
-    if not isinstance(optimizer.state, StageState):
-        optimizer.state = StageState(optimizer.state)

@@ -50,9 +50,6 @@ class StepCall:
         batch: the whole batch.
         train: True if a backward follows.
         lightning: repeats effects on the Trainer, for a step of a LightningModule.
-
-    Attributes:
-        drew: True if an undone run drew from a random generator in an attribute.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class StepCall:
         train: bool,
         lightning: TrainerEffects | None = None,
     ) -> None:
-        self.name, self.batch, self.train, self.drew = name, batch, train, False
+        self.name, self.batch, self.train = name, batch, train
         self._step, self._pipeline, self._lightning = step, pipeline, lightning
         self._modules = pipeline.common
         self._start = ModuleSnapshot(self._modules)
@@ -81,7 +78,7 @@ class StepCall:
             try:
                 return self._step(batch)
             finally:
-                self.drew = snapshot.restore() or self.drew
+                snapshot.restore()
 
     def loss(self, output: Any) -> Tensor | None:
         """Return the loss in an output of the step."""

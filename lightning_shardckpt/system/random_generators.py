@@ -169,25 +169,6 @@ def rng_checksum() -> int:
     return zlib.crc32(repr(rest).encode(), checksum)
 
 
-def generator_state(generator: Any) -> Any:
-    """Return the state of a generator object of one of the classes ``GENERATORS``."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator object to a state that ``generator_state`` returned."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
 def _checksum(state: torch.Tensor) -> int:
     return zlib.crc32(state.numpy().data)
 

@@ -97,6 +97,12 @@ class Noise(Plain):  # as diffusion models do: the loss needs the noise that the
         return (x[:, LENGTH:] - noise).square().mean()
 
 
+class HasGenerator(Plain):
+    def build(self) -> None:
+        super().build()
+        self.generator = torch.Generator().manual_seed(7)
+
+
 class BatchNorm(Plain):
     class Layer(Layer):
         def __init__(self) -> None:
@@ -249,6 +255,7 @@ SLOW = {
     "reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", "use_reentrant=False")),
     "metric of steps": Case(Metered, ("metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B),
     "sum of layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", 'Pipeline(loss="microbatch")')),
+    "generator": Case(HasGenerator, ("generator of HasGenerator is or holds a random generator",)),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "backward breaks": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),

@@ -182,7 +182,7 @@ def plan(root: nn.Module, build: Build, loaded: Collection[str], restores: Calla
     for module in root.modules():
         found._tree += [(s, dict(s)) for s in (parameter_slots(module), buffer_slots(module), child_slots(module))]
     calls = _rehearse(found, list(_calls(root, {place.module for place in wanted})))
-    problems = _problems(root, found, calls, build.tensors)
+    problems = _problems(found, calls, build.tensors)
     problems += [(place, f"{place}, which no method fills") for place in in_containers]
     state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
     if any(clean_fqn(place.fqn) in state for place, _ in problems) and restores():
@@ -262,14 +262,12 @@ def _rehearse(found: Plan, calls: list[_Call]) -> list[_Call]:
     return [call for call in calls if call.writes]
 
 
-def _problems(root: nn.Module, found: Plan, calls: list[_Call], counted: MetaTensors) -> list[tuple[Place, str]]:
+def _problems(found: Plan, calls: list[_Call], counted: MetaTensors) -> list[tuple[Place, str]]:
     """Return the places that no method fills as the code that built them did, each with a text."""
-    problems, adapters = list[tuple[Place, str]](), _adapters(root)
+    problems = list[tuple[Place, str]]()
     for number, (place, *_) in found._wanted.items():
         writing = [call for call in calls if number in call.writes]
-        if place.module in adapters:
-            problems.append((place, f"{place}, which PEFT fills only when it makes it"))
-        elif not writing:
+        if not writing:
             problems.append((place, f"{place}, which no method fills"))
         elif text := _not_repeated(place, writing, number, counted):
             problems.append((place, f"{place}, {text}"))
@@ -302,13 +300,3 @@ def _parts(wanted: Iterable[int], calls: list[_Call]) -> list[tuple[set[int], li
         for numbers in parts.values()
         if any(not numbers.isdisjoint(call.writes) for call in calls)
     ]
-
-
-def _adapters(root: nn.Module) -> set[nn.Module]:
-    """Return the modules that PEFT fills only when it creates them, as listed by its classes."""
-    found = set[nn.Module]()
-    for module in root.modules():
-        for name in getattr(type(module), "adapter_layer_names", ()):
-            child = getattr(module, name, None)
-            found.update(child.modules() if isinstance(child, nn.Module) else ())
-    return found

@@ -28,8 +28,6 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.sharding.replaced_functions import is_of_user
 
-_BITS = 62  # flags per int64
-
 
 class AbsentParameters:
     """All parameters of a pipelined module: the parameters of this rank, and placeholders for the others.
@@ -55,23 +53,19 @@ class AbsentParameters:
         self.set_gradient_flags(gather_numbers(torch.tensor(self.gradient_flags(has_gradient)), self._group))
 
     def gradient_flags(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
-        """Return flags for this rank's parameters with a gradient, packed into `flag_count` numbers of 62 bits."""
-        flags = [own is not None and has_gradient(own) for _, own, _ in self._parameters]
-        parts = [flags[start : start + _BITS] for start in range(0, len(flags), _BITS)]
-        return [sum(flag << bit for bit, flag in enumerate(part)) for part in parts]
+        """Return for each parameter of the whole module 1 if this rank has it with a gradient, else 0."""
+        return [int(own is not None and has_gradient(own)) for _, own, _ in self._parameters]
 
     @property
     def flag_count(self) -> int:
         """The number of numbers that `gradient_flags` returns, equal on all ranks."""
-        return -(-len(self._parameters) // _BITS)
+        return len(self._parameters)
 
     def set_gradient_flags(self, table: Tensor) -> None:
         """Set ``has_gradient`` of the placeholders, from the `gradient_flags` of all ranks of the pipeline."""
-        rows = table.tolist()
-        for position, (_, own, absent) in enumerate(self._parameters):
+        for (_, own, absent), flag in zip(self._parameters, table.amax(0).tolist(), strict=True):
             if own is None and absent is not None:
-                number, bit = divmod(position, _BITS)
-                absent.has_gradient = any(row[number] >> bit & 1 for row in rows)
+                absent.has_gradient = bool(flag)
 
     def check_data(self) -> None:
         """Check that this rank's parameters have their data.

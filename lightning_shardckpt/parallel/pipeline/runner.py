@@ -79,8 +79,7 @@ class PipelineRunner:
         self._stages = StageRunner(gates, plan, schedule, transport)
         self._last = schedule.stages - 1
         self._changing = MicrobatchState(root, plan, rest_runs_once=loss_of == "batch")
-        in_order = loss_of == "batch"
-        self._microbatch_check = MicrobatchCheck(root, staged, self._stages, self._last, in_order=in_order)
+        self._microbatch_check = MicrobatchCheck(root, staged, self._stages, self._last)
         self._state: StepState | None = None
 
     @property
@@ -276,7 +275,7 @@ class PipelineRunner:
             has_drawn = seed_and_watch(state.seed)
             with torch.no_grad(), state.running(0):
                 self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
-                state.draws = state.draws or has_drawn(0) or state.step.drew
+                state.draws = state.draws or has_drawn(0)
             state.positions[stage] = run.positions
         self._check_draws(state)
         if count > 1 and state.step.train:
@@ -303,7 +302,7 @@ class PipelineRunner:
         if count > 1:  # else a step that has drawn goes on, and a check would draw, too
             run.has_drawn = has_drawn
         self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
-        state.draws = state.draws or run.drew or state.step.drew
+        state.draws = state.draws or run.drew
         self._check_draws(state)
         state.outputs.append((run.returned, 1.0))
         state.loss = state.step.loss(run.returned) if state.step.train else None

@@ -1,7 +1,7 @@
 """Snapshots of the modules that every stage has: early runs of a step are undone, the run that counts is repeated.
 
-Covered are buffers and the plain attributes of modules: numbers, strings, dates, paths, tensors, arrays, random
-generators, and lists, dicts, sets and tuples of them. Attributes that are objects of other classes are left alone.
+Covered are buffers and the plain attributes of modules: numbers, strings, dates, paths, tensors, arrays, and lists,
+dicts, sets and tuples of them. Attributes that are objects of other classes are left alone, random generators refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder, first_placeholder
-from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
+from lightning_shardckpt.system.random_generators import GENERATORS
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _DATES = (datetime.date, datetime.time, datetime.timedelta)
 _VALUES: tuple[type, ...] = (*_NUMBERS, *_DATES, enum.Enum, PurePath, range, slice, frozenset, np.generic)
 _VALUES = (*_VALUES, torch.dtype, torch.device)
-_PLAIN = (*_VALUES, *GENERATORS, Tensor)
+_PLAIN = (*_VALUES, Tensor)
 _COPIED = 1 << 20  # elements; an in-place change of a larger tensor before the layers is not undone
 _ARRAY_BYTES = 1 << 20  # larger numpy arrays are data
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -46,7 +46,7 @@ class Change:
     module: str
     name: str
     buffer: bool
-    kind: Literal["set", "fill", "extend", "delete", "state"]
+    kind: Literal["set", "fill", "extend", "delete"]
     value: Any = None
 
 
@@ -65,15 +65,12 @@ class _Mark:
             return cls(value, [cls.of(item) for item in value])
         if isinstance(value, Tensor):
             return cls(value, None if isinstance(value, Placeholder) else version_of(value))
-        if isinstance(value, GENERATORS):
-            state = generator_state(value)
-            return cls(value, state.tolist() if isinstance(state, Tensor) else repr(state))
         if isinstance(value, np.ndarray):
             return cls(value, value.tobytes())
         return cls(value, set(value) if isinstance(value, set) else None)
 
     def restore(self) -> None:
-        """Put the content back into a container or an array; tensors and generators inside containers stay."""
+        """Put the content back into a container or an array; tensors inside containers stay."""
         value = self.value
         if isinstance(value, dict | list | tuple | deque):
             pairs = self.content if isinstance(value, dict) else enumerate(self.content)
@@ -106,12 +103,9 @@ class _SavedModule:
         # numbers are compared by identity
         self.marks = {key: _Mark.of(value) for key, value in self.values.items() if type(value) not in _NUMBERS}
         self._copies = list[tuple[Tensor, Any, Tensor]]()
-        self._states = list[tuple[_Key, Any]]()
-        for key, mark in self.marks.items():
+        for mark in self.marks.values():
             value = mark.value
-            if isinstance(value, GENERATORS):
-                self._states.append((key, generator_state(value)))
-            elif mark.content is not None and isinstance(value, Tensor) and value.numel() <= _COPIED:
+            if mark.content is not None and isinstance(value, Tensor) and value.numel() <= _COPIED:
                 self._copies.append((value, mark.content, value.detach().clone()))
 
     def is_same(self, key: _Key, value: Any) -> bool:
@@ -129,13 +123,8 @@ class _SavedModule:
             and all(mark == _Mark.of(mark.value) for mark in self.marks.values())
         )
 
-    @property
-    def drew(self) -> bool:
-        """True if a random generator was used since the snapshot."""
-        return not all(self.is_same(key, self.values[key]) for key, _ in self._states)
-
     def restore(self) -> None:
-        """Restore what attributes and buffers refer to, the values of tensors, containers, and generators."""
+        """Restore what attributes and buffers refer to, and the values of tensors and containers."""
         for mark in self.marks.values():
             if mark != _Mark.of(mark.value):
                 mark.restore()
@@ -149,8 +138,6 @@ class _SavedModule:
             elif version_of(tensor) != version:
                 with torch.no_grad():
                     tensor.copy_(copy)
-        for key, state in self._states:
-            set_generator_state(self.values[key], state)
 
 
 class ModuleSnapshot:
@@ -164,13 +151,11 @@ class ModuleSnapshot:
         self._modules = modules
         self._saved = {name: _SavedModule(module) for name, module in modules.items()}
 
-    def restore(self) -> bool:
-        """Restore the modules, and return True if a random generator in an attribute had been used."""
-        changed = [saved for saved in self._saved.values() if not saved.is_unchanged]
-        drew = any(saved.drew for saved in changed)
-        for saved in changed:
-            saved.restore()
-        return drew
+    def restore(self) -> None:
+        """Restore the modules."""
+        for saved in self._saved.values():
+            if not saved.is_unchanged:
+                saved.restore()
 
     def changes(self) -> list[Change]:
         """Return all changes since the snapshot. Tensors are copies without history, in host memory.
@@ -186,9 +171,6 @@ class ModuleSnapshot:
                 if saved.is_same(key, value) or id(value) in extended:
                     continue
                 _check_known(saved.module, key[0], value)
-                if isinstance(value, GENERATORS):
-                    changes.append(Change(module, *key, "state", generator_state(value)))
-                    continue
                 is_same = value is saved.values.get(key) and isinstance(value, list | dict | set | deque)
                 old = saved.marks[key].content if is_same and isinstance(value, list) else None
                 if old is not None and _Mark.of(value).content[: len(old)] == old:
@@ -221,8 +203,6 @@ class ModuleSnapshot:
                 if change.kind == "fill":
                     old.clear()
                 old.update(value) if isinstance(old, dict | set) else old.extend(value)
-            elif change.kind == "state":
-                set_generator_state(old, value)
             elif change.buffer and _have_same_layout(old, value):  # it stays the same object
                 with torch.no_grad():
                     old.copy_(value)
@@ -231,8 +211,12 @@ class ModuleSnapshot:
 
 
 def _values(module: nn.Module) -> dict[_Key, Any]:
-    """Return the plain attributes and the buffers of a module."""
-    plain = {(n, False): v for n, v in vars(module).items() if n not in _INTERNAL and _is_plain(v)}
+    """Return the plain attributes and the buffers of a module.
+
+    Raises:
+        UnsupportedCodeError: for a random generator, from which repeated runs of a step would draw other numbers.
+    """
+    plain = {(n, False): v for n, v in vars(module).items() if n not in _INTERNAL and _is_plain(v, n, module)}
     return plain | {(name, True): buffer for name, buffer in buffer_slots(module).items()}
 
 
@@ -253,13 +237,19 @@ def _slots(module: nn.Module, key: _Key) -> MutableMapping[str, Any]:
     return buffer_slots(module) if key[1] else vars(module)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, name: str, module: nn.Module) -> bool:
     if isinstance(value, list | tuple | set | deque):
-        return all(map(_is_plain, value))
+        return all(_is_plain(item, name, module) for item in value)
     if isinstance(value, np.ndarray):
         return value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
     if isinstance(value, dict):
-        return all(isinstance(key, _VALUES) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, _VALUES) and _is_plain(item, name, module) for key, item in value.items())
+    if isinstance(value, GENERATORS):
+        raise UnsupportedCodeError(
+            f"{name} of {type(module).__name__} is or holds a random generator. In a pipeline a step runs several "
+            "times, on parts of the batch: use the global generators, draw in the dataloader, or use "
+            "pipeline_parallel_size=1."
+        )
     return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)
 
 

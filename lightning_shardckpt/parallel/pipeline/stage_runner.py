@@ -35,10 +35,6 @@ class UserStep(Protocol):
     batch: Any
     train: bool
 
-    @property
-    def drew(self) -> bool:
-        """True if a run without effects drew from a random generator of the module."""
-
     def run(self, batch: Any, share: float | None) -> Any:
         """Run the step on a part of the batch.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from lightning_shardckpt.compat.supported_versions import ALLOW_UNTESTED, SUPPORTED, require_supported_versions
+from lightning_shardckpt.compat.supported_versions import SUPPORTED, require_supported_versions
 from tests.support.pages import DOCS, table
 from tests.support.pool import ROOT
 
@@ -80,12 +80,7 @@ def test_another_version_is_refused_with_what_is_installed_and_what_to_do(
     assert run.returncode == 1
     (error,) = (line for line in run.stderr.splitlines() if line.startswith("ImportError: "))
     assert refused in error
-    assert 'pip install "torch>=2.12,<2.16" "lightning>=2.5,<2.7"' in run.stderr and f"{ALLOW_UNTESTED}=1" in run.stderr
-
-
-def test_whoever_allows_another_version_is_warned(tmp_path: Path) -> None:
-    run = python(site(tmp_path, torch="2.16.0"), "-W", "always", *NEEDS_TORCH, **{ALLOW_UNTESTED: "1"})
-    assert run.returncode == 0 and "UserWarning" in run.stderr and "torch 2.16.0 is installed" in run.stderr
+    assert 'pip install "torch>=2.12,<2.16" "lightning>=2.5,<2.7"' in run.stderr
 
 
 def test_tools_that_run_without_torch_do_not_ask_for_its_version(tmp_path: Path) -> None:

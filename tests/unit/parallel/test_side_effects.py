@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import pickle
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +37,7 @@ class Phase(enum.Enum):
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.draw, self.array, self.phase = random.Random(3), np.zeros(2), Phase.WARM
+        self.array, self.phase = np.zeros(2), Phase.WARM
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(3))
@@ -91,7 +90,6 @@ STEPS: dict[str, Step] = {
     "metric update": lambda m: m.metric.update(torch.tensor([1.0, 3.0])),
     "metric of a list": lambda m: (m.cats.update(torch.ones(2)), m.cats(torch.zeros(1))),
     "metrics twice": lambda m: (m.scores.update(*ANSWERS), m.scores(*ANSWERS)),
-    "generator": lambda m: m.draw.random(),
     "deque": lambda m: m.window.append(2),
     "array in place": lambda m: m.array.__iadd__(1),
     "enum": lambda m: setattr(m, "phase", Phase.HOT),
@@ -113,8 +111,8 @@ def look(value: Any) -> Any:
         return (type(value).__name__, [look(item) for item in value])
     if isinstance(value, dict):
         return (type(value).__name__, {key: look(item) for key, item in value.items()})
-    if isinstance(value, np.ndarray | random.Random):
-        return value.tolist() if isinstance(value, np.ndarray) else value.getstate()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return value if isinstance(value, int | float | str | enum.Enum | None) else type(value).__name__
 
 
