@@ -58,13 +58,13 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     """
     folder, name = (path, _choose(path)) if os.path.isdir(path) else os.path.split(os.path.abspath(path))
     if name is None:
-        return _open(path, folder, _named(folder, _SLICES), {}, are_slices=True)
+        return _open(path, folder, _named(folder, _SLICES), {})
     if _SLICES.fullmatch(name):
         raise CheckpointNotFoundError(f"{path!r} has one rank's slices of tensors: give the path of its directory")
     weight_map = _weight_map_in(folder, name) if _INDEX.fullmatch(name) else {}
     names = list(dict.fromkeys(weight_map.values())) or [name]
     if name.startswith(SAFE) if weight_map else is_safetensors(os.path.join(folder, name)):
-        return _open(path, folder, names, weight_map, are_slices=False)
+        return _open(path, folder, names, weight_map)
     from lightning_shardckpt.sources.torch_save import open_path as open_torch_files  # imports torch
 
     return open_torch_files(folder, files=names)
@@ -93,43 +93,33 @@ def _weight_map_in(path: str, index: str) -> dict[str, str]:
         raise FormatError(f"{path!r}: {error}") from None
 
 
-def _open(
-    path: str, folder: str, names: Sequence[str], weight_map: Mapping[str, str], *, are_slices: bool
-) -> Source:
-    """Open files of safetensors.
+def _open(path: str, folder: str, names: Sequence[str], weight_map: Mapping[str, str]) -> Source:
+    """Open files of safetensors, each with tensors or with a rank's slices of them, at offsets in its header.
 
     Args:
         path: for messages.
         folder: of the files.
         names: of the files.
         weight_map: the file of each tensor, which chooses among several of the same name.
-        are_slices: whether each file has a rank's slices, at offsets in its header.
     """
-    parts: dict[str, list[tuple[str, ForeignTensor]]] = {}
+    parts: dict[str, list[ForeignTensor]] = {}
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
         for file in names:
             for key, part in _tensors_of(reader, file, f"{folder!r}, file {file}").items():
                 if weight_map.get(key, file) == file:
-                    parts.setdefault(clean_fqn(key), []).append((f"{shown(key)} in {file}", part))
+                    parts.setdefault(clean_fqn(key), []).append(part)
         lost = [f"{shown(key)} should be in {file}" for key, file in weight_map.items() if clean_fqn(key) not in parts]
         if lost:
             raise CorruptionError(f"{path!r}: not all tensors of the index are in the files\n  {list_some(lost, 5)}")
-        tensors = {name: _joined(of_name, path, are_slices=are_slices) for name, of_name in parts.items()}
-        return foreign_source(path, reader, {"model": tensors})
+        return foreign_source(path, reader, {"model": {name: _join(path, name, of) for name, of in parts.items()}})
 
 
-def _joined(parts: Sequence[tuple[str, ForeignTensor]], path: str, *, are_slices: bool) -> ForeignTensor:
-    """Return the tensor of parts, each with its name and file; only slices have several parts."""
-    (where, first), *others = parts
-    if not are_slices and any(first.boxes[0].box.start):
-        raise FormatError(f"{path!r} has one rank's slices of tensors: give the path of a directory with all files")
-    for other_where, other in others:
-        if not are_slices:
-            raise FormatError(f"{path!r}: {where} and {other_where} are two tensors of that name")
-        if (other.dtype, len(other.shape)) != (first.dtype, len(first.shape)):
-            raise FormatError(f"{path!r}: {other_where} has another dtype or number of dims than {where}")
-    shape = tuple(map(max, zip(*(part.shape for _, part in parts), strict=True)))
-    return ForeignTensor(first.dtype, shape, tuple(box for _, part in parts for box in part.boxes))
+def _join(path: str, name: str, parts: Sequence[ForeignTensor]) -> ForeignTensor:
+    """Return the tensor of its slices."""
+    if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
+        raise FormatError(f"{path!r}: slices of {shown(name)} differ in dtype or number of dims")
+    shape = tuple(map(max, zip(*(part.shape for part in parts), strict=True)))
+    return ForeignTensor(parts[0].dtype, shape, tuple(box for part in parts for box in part.boxes))
 
 
 def _tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:

@@ -37,21 +37,19 @@ class KeyMapping:
     """New names for stored names.
 
     Attributes:
-        names: new names by stored name; None leaves it out.
-        rules: regular expressions and their replacements, for names that are not in ``names``.
-        function: maps a stored name like a dict, in place of both.
+        function: returns the new name of a stored name, None to leave it out; None if all names stay as they are.
+        entries: of a dict, each with a function that returns whether it matches a name.
         option: the name of the option in errors.
     """
 
-    names: Mapping[str, str | None] = field(default_factory=dict)
-    rules: tuple[tuple[re.Pattern[str], str | None], ...] = ()
     function: Callable[[str], str | None] | None = None
+    entries: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
     option: str = "key_mapping"
 
     @property
     def is_empty(self) -> bool:
         """True if all names stay as they are."""
-        return not self.names and not self.rules and self.function is None
+        return self.function is None
 
     @classmethod
     def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
@@ -67,18 +65,18 @@ class KeyMapping:
         if isinstance(given, KeyMapping):
             return given
         if callable(given):
-            return cls(function=given, option=option)
+            return cls(given, option=option)
         if not isinstance(given, Mapping | None):
             raise ValueError(
                 f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, "
                 f"or a function, got {given!r}"
             )
-        names, rules = dict[str, str | None](), list[tuple[re.Pattern[str], str | None]]()
+        entries, names, rules = dict[str, Callable[[str], object]](), dict[str, str | None](), list[_Rule]()
         for old, new in (given or {}).items():
             if not isinstance(old, str) or not isinstance(new, str | None):
                 raise ValueError(f"{option} has {old!r}: {new!r}, but a name must map to a name or None")
             if not _OF_EXPRESSIONS.intersection(old):
-                names[old] = new
+                names[old], entries[old] = new, old.__eq__
                 continue
             try:
                 pattern = re.compile(old)
@@ -86,7 +84,9 @@ class KeyMapping:
             except (re.error, IndexError) as error:
                 raise ValueError(f"{option}: {old!r} is not a regular expression for {new!r}: {error}") from None
             rules.append((pattern, new))
-        return cls(names, tuple(rules), option=option)
+            entries[old] = pattern.search
+        function = (lambda name: names[name] if name in names else _apply(rules, name)) if entries else None
+        return cls(function, entries, option)
 
     @classmethod
     def of_texts(cls, texts: Iterable[str], option: str) -> KeyMapping:
@@ -107,25 +107,10 @@ class KeyMapping:
         >>> swap("a.w"), swap("b.w"), swap("scale")
         ('b.w', 'a.w', None)
         """
-        if self.function is not None:
-            new = self.function(name)
-            if not isinstance(new, str | None):
-                raise MismatchError(f"{self.option} returns {new!r} for {name!r}; it must be a name or None")
-            return new
-        return self.names[name] if name in self.names else self._apply_rules(name)
-
-    def _apply_rules(self, name: str) -> str | None:
-        rules, done, at = self.rules, "", 0
-        if any(new is None and pattern.search(name) for pattern, new in rules):
-            return None
-        while matches := [(match, new) for pattern, new in rules if (match := pattern.search(name, at))]:
-            match, new = min(matches, key=lambda pair: pair[0].start())
-            done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
-            if match.end() == match.start():  # an empty match: continue after the next character
-                done, at = done + name[at : at + 1], at + 1
-            if at >= len(name):
-                break
-        return done + name[at:]
+        new = name if self.function is None else self.function(name)
+        if not isinstance(new, str | None):
+            raise MismatchError(f"{self.option} returns {new!r} for {name!r}; it must be a name or None")
+        return new
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
         """Return the stored name by new name, of all that are not left out.
@@ -146,20 +131,29 @@ class KeyMapping:
     def unused(self, names: Collection[str]) -> list[str]:
         """Return a line for each entry that matches none of the stored names; none for a function.
 
-        >>> for line in KeyMapping.of({"mine.w": "a", "a": "b", "^l": "h", "x$": "y"}).unused(["a", "l.w"]):
-        ...     print(line)
-        key_mapping: 'mine.w'  matches no name in the checkpoint, but 'a' does: entries go from stored names to new ones
-        key_mapping: 'x$'  matches no name in the checkpoint
+        >>> KeyMapping.of({"mine.w": "a", "a": "b", "^l": "h"}).unused(["a", "l.w"])
+        ["key_mapping: 'mine.w'  matches no name in the checkpoint"]
         """
-        lines = []
-        for old, new in self.names.items():
-            if old not in names:
-                hint = f", but {new!r} does: entries go from stored names to new ones" if new in names else ""
-                if not hint and any(old in name for name in names):
-                    hint = "; write a regular expression for a part of names, such as '^" + old + "'"
-                lines.append(f"{self.option}: {old!r}  matches no name in the checkpoint{hint}")
-        patterns = [pattern for pattern, _ in self.rules if not any(map(pattern.search, names))]
-        return lines + [f"{self.option}: {one.pattern!r}  matches no name in the checkpoint" for one in patterns]
+        unused = [old for old, matches in self.entries.items() if not any(map(matches, names))]
+        return [f"{self.option}: {old!r}  matches no name in the checkpoint" for old in unused]
+
+
+_Rule: TypeAlias = tuple[re.Pattern[str], str | None]
+
+
+def _apply(rules: Sequence[_Rule], name: str) -> str | None:
+    """Return a name after the replacements of regular expressions, in one pass; None leaves it out."""
+    done, at = "", 0
+    if any(new is None and pattern.search(name) for pattern, new in rules):
+        return None
+    while matches := [(match, new) for pattern, new in rules if (match := pattern.search(name, at))]:
+        match, new = min(matches, key=lambda pair: pair[0].start())
+        done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
+        if match.end() == match.start():  # an empty match: continue after the next character
+            done, at = done + name[at : at + 1], at + 1
+        if at >= len(name):
+            break
+    return done + name[at:]
 
 
 # ── renamed sources ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -122,5 +122,5 @@ def wrong(path: str) -> list[str]:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     ((unused, turned, other),) = run_ranks(1, wrong, str(tmp_path / "a.ckpt"))
     assert "key_mapping: 'haed.weight'  matches no name in the checkpoint" in unused
-    assert "but 'head.weight' does: entries go from stored names to new ones" in turned
+    assert "key_mapping: 'lm.weight'  matches no name in the checkpoint" in turned
     assert "key_mapping=…) is for ShardedStrategy" in other
