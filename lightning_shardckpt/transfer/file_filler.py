@@ -1,7 +1,6 @@
 """Fill a file with stored tensors in several threads; all offsets are known before a byte is read.
 
-A large tensor is read, verified, converted and written window by window; small ones that follow one another in a file
-are read and written together, with what lies between them in the file. No torch.
+A large tensor is read, verified, converted and written window by window; small ones are read together. No torch.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lightning_shardckpt.format.layout import Box, Part, Shape
+from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.storage.posix import begin_writeback, write_at
 from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, StoredTensors, plan_windows
+from lightning_shardckpt.transfer.shard_reader import Request, StoredTensors, fetch, plan_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +42,12 @@ class Region:
     conversion: DtypeConversion | None = None
     box: Box | None = None
 
-    @property
-    def end(self) -> int:
-        """The offset where the bytes end."""
-        return self.begin + self.nbytes
 
-
-class _Window(NamedTuple):
-    """Bytes of a file from ``begin`` on: ``data``, or ``nbytes`` of memory that ``requests`` fill, converted.
-
-    ``counted`` bytes of regions are reported. The others, between small regions, are in the file already.
-    """
+class _Piece(NamedTuple):
+    """``nbytes`` that ``requests`` read, or the bytes ``data``, for a file from ``begin`` on."""
 
     begin: int
-    counted: int
-    nbytes: int = 0
+    nbytes: int
     requests: Sequence[Request] = ()
     conversion: DtypeConversion | None = None
     data: memoryview = memoryview(b"")
@@ -90,77 +79,68 @@ def fill(
     writing = threading.Lock()  # the kernel lets one thread at a time write to a file; others would spin
 
     @contextmanager
-    def open_worker() -> Iterator[Callable[[_Window], None]]:
+    def open_worker() -> Iterator[Callable[[list[_Piece]], None]]:
         memory = memoryview(allocate_pages(window_bytes))
-        source = ShardReader(tensors.path, tensors.reader)
 
-        def fill_window(window: _Window) -> None:
+        def fill_pieces(pieces: list[_Piece]) -> None:
             nonlocal written_bytes
-            data = _content(source, window, file, memory)
-            with writing:
-                write_at(file, data, window.begin)
-                written_bytes += len(data)
-                if written_bytes >= tuning.writeback_bytes:
-                    begin_writeback(file)
-                    written_bytes = 0
-                advance(window.counted)
+            for piece, data in _read(pieces, tensors, memory):
+                with writing:
+                    write_at(file, data, piece.begin)
+                    written_bytes += len(data)
+                    if written_bytes >= tuning.writeback_bytes:
+                        begin_writeback(file)
+                        written_bytes = 0
+                    advance(len(data))
 
-        yield fill_window
+        yield fill_pieces
 
     nbytes = sum(region.nbytes for region in regions)
     # at most one per window; two even on one core, since one may wait for the disk
     threads = min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // window_bytes + 1)
-    run_tasks(_windows(regions, tensors, window_bytes), open_worker, threads=threads, name="shardckpt-filler")
+    groups = _group(_pieces(regions, tensors, window_bytes), window_bytes)
+    run_tasks(groups, open_worker, threads=threads, name="shardckpt-filler")
 
 
-def _windows(regions: Sequence[Region], tensors: StoredTensors, window_bytes: int) -> Iterator[_Window]:
-    """Yield windows of large regions, and small regions that fit into one window together. Not thread-safe."""
-    small = list[Region]()
+def _pieces(regions: Sequence[Region], tensors: StoredTensors, window_bytes: int) -> Iterator[_Piece]:
+    """Yield pieces of regions that fit into a window. Not thread-safe."""
     for region in regions:
-        is_whole = region.conversion is None and region.box is None and not isinstance(region.content, memoryview)
-        is_small = is_whole and region.nbytes <= window_bytes
-        is_near = small and region.end - small[0].begin <= window_bytes
-        if small and not (is_small and is_near):  # never across another region, which another thread writes
-            yield _join(small, tensors)
-            small = []
-        if is_small:
-            small.append(region)
-        elif isinstance(region.content, memoryview):
-            yield _Window(region.begin, region.nbytes, data=region.content)
-        else:
-            begin, conversion = region.begin, region.conversion
-            for nbytes, requests in plan_windows(tensors, *region.content, region.box, window_bytes):
-                written = nbytes if conversion is None else nbytes // conversion.stored * conversion.written
-                yield _Window(begin, written, nbytes, requests, conversion)
-                begin += written
-    if small:
-        yield _join(small, tensors)
+        if isinstance(region.content, memoryview):
+            yield _Piece(region.begin, 0, data=region.content)
+            continue
+        begin, conversion = region.begin, region.conversion
+        for nbytes, requests in plan_windows(tensors, *region.content, region.box, window_bytes):
+            yield _Piece(begin, nbytes, requests, conversion)
+            begin += nbytes if conversion is None else nbytes // conversion.stored * conversion.written
 
 
-def _join(regions: Sequence[Region], tensors: StoredTensors) -> _Window:
-    """Return one window for regions of whole tensors, which follow one another in a file."""
-    begin, requests = regions[0].begin, list[Request]()
-    for region in regions:
-        assert not isinstance(region.content, memoryview)
-        shape = tensors.spec(*region.content).shape
-        for request in tensors.requests(*region.content, _whole(shape), shape, memoryview(b"")):
-            at = request.runs.at + region.begin - begin
-            requests.append(request._replace(runs=request.runs._replace(at=at)))
-    counted = sum(region.nbytes for region in regions)
-    return _Window(begin, counted, regions[-1].end - begin, requests)
+def _group(pieces: Iterator[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:
+    """Yield pieces that fit into one window together."""
+    group, nbytes = list[_Piece](), 0
+    for piece in pieces:
+        if group and nbytes + piece.nbytes > window_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += piece.nbytes
+    if group:
+        yield group
 
 
-@lru_cache(maxsize=1024)
-def _whole(shape: Shape) -> tuple[Part, ...]:
-    return (Part(Box.whole(shape), (0,) * len(shape)),)
-
-
-def _content(source: ShardReader, window: _Window, file: int, memory: memoryview) -> memoryview:
-    """Return the bytes of a window, in ``memory`` unless they are given or converted."""
-    if not window.nbytes:
-        return window.data
-    data = memory[: window.nbytes]
-    if window.conversion is None and window.counted < window.nbytes:
-        os.preadv(file, [data], window.begin)  # what lies between the tensors is there already
-    source.fetch(request._replace(target=data) for request in window.requests)
-    return data if window.conversion is None else window.conversion.convert(data)
+def _read(
+    pieces: list[_Piece], tensors: StoredTensors, memory: memoryview
+) -> Iterator[tuple[_Piece, memoryview]]:
+    """Yield the bytes of pieces, which are read together into ``memory`` unless they are given."""
+    targets, at = list[memoryview](), 0
+    for piece in pieces:
+        targets.append(memory[at : at + piece.nbytes])
+        at += piece.nbytes
+    requests = [
+        request._replace(target=target)
+        for piece, target in zip(pieces, targets, strict=True)
+        for request in piece.requests
+    ]
+    fetch(tensors, requests, verify=True, threads=1)
+    for piece, target in zip(pieces, targets, strict=True):
+        data = target if piece.nbytes else piece.data
+        yield piece, data if piece.conversion is None else piece.conversion.convert(data)

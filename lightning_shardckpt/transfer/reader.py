@@ -19,8 +19,8 @@ from lightning_shardckpt.format.index import (
 )
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import (
+    HeaderTensor,
     parse_header,
-    plan_header,
     read_header,
     save_id_of,
 )
@@ -45,7 +45,6 @@ class Checkpoint:
         self.reader: Reader = storage.open(path)
         self._indexes: dict[tuple[str, int], RankIndex] = {}
         self._replicas: dict[str, dict[str, int | None]] = {}
-        self._files: dict[tuple[str, int], dict[str, list[tuple[str, ShardEntry]]]] = {}
         self._checked: set[tuple[str, int, str]] = set()
         try:
             self.root: RootIndex = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
@@ -137,48 +136,25 @@ class Checkpoint:
             raise CorruptionError(
                 f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
             )
-        entries = self._entries_in_file(component, rank, name)
-        if len({key for key, _ in entries}) != len(entries):
-            raise FormatError(f"{self._where(name)}: the index of rank {rank} has several boxes of one tensor in it")
-        if start != self._own_header(entries, info):
-            self._compare_header(start, entries, info, rank)
-        if sum(entry.nbytes for _, entry in entries) != info.nbytes - len(start):
-            raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
-        self._checked.add((component, rank, name))
-
-    def _entries_in_file(self, component: str, rank: int, name: str) -> list[tuple[str, ShardEntry]]:
-        """Return the entries of a file in a rank's index, sorted by offset."""
-        if (component, rank) not in self._files:
-            files: dict[str, list[tuple[str, ShardEntry]]] = {}
-            for key, entries in self.index(component, rank).shards.items():
-                for entry in entries:
-                    files.setdefault(entry.file, []).append((key, entry))
-            self._files[component, rank] = files
-        return sorted(self._files[component, rank].get(name, ()), key=lambda item: item[1].begin)
-
-    def _own_header(self, entries: list[tuple[str, ShardEntry]], info: FileInfo) -> bytes | None:
-        """Return the header that this package writes for these entries; another writer's valid header may differ."""
-        try:
-            boxes = {id(entry.box): entry.box for _, entry in entries}  # most entries share one box
-            extents = {box_id: (box.shape, box.start) for box_id, box in boxes.items()}
-            header = plan_header([(key, entry.dtype, *extents[id(entry.box)]) for key, entry in entries])
-        except FormatError:
-            return None
-        if header.begins != tuple([entry.begin for _, entry in entries]):
-            return None
-        return header.of(self.root.save_id)
-
-    def _compare_header(self, start: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
-        header = parse_header(start, self._where(info.name))
-        self._check_save_id(save_id_of(header), info.name)
-        stored = header.tensors
-        expected = {key: entry.stored for key, entry in entries}
-        for key in sorted(stored.keys() | expected.keys()):
-            if stored.get(key) != expected.get(key):
+        header, expected, nbytes = parse_header(start, self._where(name)), dict[str, HeaderTensor](), 0
+        for key, entries in self.index(component, rank).shards.items():
+            for entry in entries:
+                if entry.file == name:
+                    if key in expected:
+                        raise FormatError(
+                            f"{self._where(name)}: the index of rank {rank} has several boxes of one tensor in it"
+                        )
+                    expected[key], nbytes = entry.stored, nbytes + entry.nbytes
+        self._check_save_id(save_id_of(header), name)
+        for key in sorted(header.tensors.keys() | expected.keys()):
+            if header.tensors.get(key) != expected.get(key):
                 raise FormatError(
-                    f"{self._where(info.name)}: {shown(key)} is {stored.get(key)} in the header of the file, "
+                    f"{self._where(name)}: {shown(key)} is {header.tensors.get(key)} in the header of the file, "
                     f"{expected.get(key)} in the index of rank {rank}"
                 )
+        if nbytes != info.nbytes - len(start):
+            raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
+        self._checked.add((component, rank, name))
 
     def _read_verified(self, info: FileInfo) -> bytes:
         self._check_size(info)

@@ -111,7 +111,8 @@ def fetch(
     Raises:
         CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be partly filled.
     """
-    ordered, is_remote = _sort(requests), files.reader.high_latency
+    ordered = sorted(requests, key=lambda request: (request.entry.file, request.entry.begin + request.runs.source))
+    is_remote = files.reader.high_latency
     sizes = sizes or (REMOTE if is_remote else LOCAL)
     if threads is None:
         nbytes = sum(request.runs.nbytes for request in ordered)
@@ -122,7 +123,8 @@ def fetch(
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[Sequence[Segment]], None]]:
-        yield ShardReader(files.path, files.reader, verify=verify, sizes=sizes).read
+        window = memoryview(allocate_pages(max(sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
+        yield lambda segments: _read(files, segments, window, sizes.direct, verify)
 
     run_tasks(_plan_reads(ordered, verify, sizes), open_worker, threads=threads, name="shardckpt-reader")
 
@@ -144,13 +146,8 @@ class Segment(NamedTuple):
         return not runs.dims and begin <= self.low and self.high <= begin + runs.length
 
 
-def _sort(requests: Iterable[Request]) -> list[Request]:
-    """Return the requests, sorted by file and offset."""
-    return sorted(requests, key=lambda request: (request.entry.file, request.entry.begin + request.runs.source))
-
-
 def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> Iterator[list[Segment]]:
-    """Yield segments that one read covers, for requests that ``_sort`` returned."""
+    """Yield segments that one read covers, for requests that are sorted by file and offset."""
     read: list[Segment] = []
     file, low, high, needed = "", 0, 0, 0
     for request in requests:
@@ -210,67 +207,31 @@ def _ranges(request: Request, gap: int) -> Iterator[tuple[int, int]]:
         yield low, low + length
 
 
-# ── one thread ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ShardReader:
-    """Reads stored boxes in one thread, through a window of its own.
-
-    Args:
-        path: the checkpoint's path, for messages.
-        reader: the reader of its files; the caller closes it.
-        verify: compare blocks with their checksums, if there are any.
-        sizes: sizes of reads; by default those for the latency of the files.
-    """
-
-    def __init__(self, path: str, reader: Reader, *, verify: bool = True, sizes: ReadSizes | None = None) -> None:
-        self._path, self._reader = path, reader
-        self._verify, self._sizes = verify, sizes or (REMOTE if reader.high_latency else LOCAL)
-        self._window = memoryview(allocate_pages(max(self._sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
-
-    def fetch(self, requests: Iterable[Request]) -> None:
-        """Fill the targets of the requests, and verify checksums.
-
-        Raises:
-            CorruptionError: naming file, tensor and rank. Targets may be partly filled.
-        """
-        for segments in _plan_reads(_sort(requests), self._verify, self._sizes):
-            self.read(segments)
-
-    def read(self, segments: Sequence[Segment]) -> None:
-        """Read, verify and copy segments of one file that one read covers; raises like ``fetch``."""
-        request, low, high = segments[0]
-        if len(segments) == 1 and high - low >= self._sizes.direct and segments[0].is_needed_whole:
-            at = request.runs.at - request.entry.begin - request.runs.source
-            data = request.target[at + low : at + high]
-            self._read(request.entry.file, low, data)
-            self._check(request, data, low - request.entry.begin)
-            return
-        data = self._window[: max(segment.high for segment in segments) - low]
-        self._read(request.entry.file, low, data)
-        for request, first, last in segments:
-            part, offset, runs = data[first - low : last - low], first - request.entry.begin, request.runs
-            self._check(request, part, offset)
-            if runs.length == last - first and runs.source == offset and not runs.dims:  # a fast path: a small box
-                request.target[runs.at : runs.at + runs.length] = part
-            else:
-                _copy(runs, DTYPE_BYTES[request.entry.dtype], part, offset, request.target)
-
-    def _read(self, file: str, offset: int, target: memoryview) -> None:
-        try:
-            self._reader.read_into(file, offset, target)
-        except (EOFError, FileNotFoundError) as error:
-            raise CorruptionError(f"checkpoint {self._path!r}, file {file}: {error}") from None
-
-    def _check(self, request: Request, data: memoryview, offset: int) -> None:
-        """Compare whole blocks of a box, from ``offset`` on, with its checksums."""
-        if self._verify and request.entry.checksums:
-            for first, last in find_corruption(request.entry, data, offset):
-                raise CorruptionError(
-                    f"checkpoint {self._path!r}: corrupted data of {request.key!r} in {request.entry.file}, written by "
-                    f"rank {request.writer}, bytes {first} to {last}. Load another checkpoint, or restore the file; "
-                    "verify lists all damage"
-                )
+def _read(files: Files, segments: Sequence[Segment], window: memoryview, direct: int, verify: bool) -> None:
+    """Read, verify and copy segments of one file that one read covers; raises like ``fetch``."""
+    request, low, _ = segments[0]
+    is_direct = len(segments) == 1 and segments[0].high - low >= direct and segments[0].is_needed_whole
+    high = max(segment.high for segment in segments)
+    at = request.runs.at + low - request.entry.begin - request.runs.source
+    data = request.target[at : at + high - low] if is_direct else window[: high - low]
+    try:
+        files.reader.read_into(request.entry.file, low, data)
+    except (EOFError, FileNotFoundError) as error:
+        raise CorruptionError(f"checkpoint {files.path!r}, file {request.entry.file}: {error}") from None
+    for request, first, last in segments:
+        part, offset, entry = data[first - low : last - low], first - request.entry.begin, request.entry
+        bad = find_corruption(entry, part, offset) if verify and entry.checksums else ()
+        for begin, end in bad:
+            raise CorruptionError(
+                f"checkpoint {files.path!r}: corrupted data of {request.key!r} in {entry.file}, written by "
+                f"rank {request.writer}, bytes {begin} to {end}. Load another checkpoint, or restore the file; "
+                "verify lists all damage"
+            )
+        if not is_direct:
+            _copy(request.runs, DTYPE_BYTES[entry.dtype], part, offset, request.target)
 
 
 def _copy(runs: ByteRuns, size: int, data: memoryview, offset: int, target: memoryview) -> None:
@@ -377,8 +338,7 @@ class WindowReader:
     """Reads tensors one window after the other into memory of its own; every byte is verified if it has a checksum."""
 
     def __init__(self, tensors: StoredTensors, window_bytes: int) -> None:
-        self._tensors, self._reader = tensors, ShardReader(tensors.path, tensors.reader)
-        self._memory = memoryview(allocate_pages(window_bytes))
+        self._tensors, self._memory = tensors, memoryview(allocate_pages(window_bytes))
 
     def read(self, component: str, key: str, part: Box | None = None) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, or of a part of it, in order; each window is valid until the next one.
@@ -387,5 +347,6 @@ class WindowReader:
             CorruptionError: naming file, tensor and rank.
         """
         for nbytes, requests in plan_windows(self._tensors, component, key, part, len(self._memory)):
-            self._reader.fetch(request._replace(target=self._memory) for request in requests)
+            filled = [request._replace(target=self._memory) for request in requests]
+            fetch(self._tensors, filled, verify=True, threads=1)
             yield self._memory[:nbytes]
