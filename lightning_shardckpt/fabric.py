@@ -345,8 +345,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         with sync_stored_metrics(objects.root) if is_shared else nullcontext():
             self._ranks.step("collecting what to save", collect, lambda _: None)
             self.checkpoint_io.save_checkpoint(collected[0], first["path"], storage_options)
-        for note in objects.notes:
-            rank_zero_warn(note)
 
     @override
     def load_checkpoint(

@@ -105,9 +105,7 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
     module = objects.root if objects.modules else None
     described = describe_checkpoint(checkpoint_of(state, objects, names), group, module)
     _check_members(described, group)
-    if prefix:
-        described = _add_prefix(described, prefix)
-    return replace(described, notes=(*described.notes, *objects.notes))
+    return _add_prefix(described, prefix) if prefix else described
 
 
 def _add_prefix(described: Snapshot, prefix: str) -> Snapshot:

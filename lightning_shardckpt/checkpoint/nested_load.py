@@ -259,7 +259,7 @@ class NestedLoad:
                 self._objects.stateful[path].load_state_dict(value)
             else:
                 value_at(self._state, path[:-1])[path[-1]] = value
-        objects = (*self._objects.modules, *self._objects.optimizers, *self._objects.loaders)
+        objects = (*self._objects.modules, *self._objects.optimizers)
         in_lists = [path for path in objects if len(path) > 1]  # where None stands for them
         return replaced(trainer, dict.fromkeys((*self._tensors, *found, *in_lists), NOTHING))
 

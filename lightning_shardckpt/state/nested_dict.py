@@ -53,14 +53,12 @@ class NestedObjects:
 
     Attributes:
         stateful: other objects with a state dict, such as learning rate schedulers.
-        loaders: DataLoaders without a state dict, which are neither saved nor restored.
         plain: all other values: tensors and plain values, which may be nested.
     """
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path, Optimizer] = field(default_factory=dict)
     stateful: dict[Path, Any] = field(default_factory=dict)
-    loaders: dict[Path, DataLoader[Any]] = field(default_factory=dict)
     plain: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
@@ -85,7 +83,11 @@ class NestedObjects:
             elif _is_stateful(one):
                 objects.stateful[path] = one
             elif isinstance(one, DataLoader):
-                objects.loaders[path] = one
+                raise StateError(
+                    f"{key_of(path)!r} is a {type(one).__name__} without a state dict, so its position can't be saved: "
+                    "leave it out of the state, or use a loader with state_dict and load_state_dict, such as "
+                    "torchdata's StatefulDataLoader"
+                )
             else:
                 _refuse_objects(one, path)
                 objects.plain[path] = one
@@ -109,18 +111,6 @@ class NestedObjects:
                     "or ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
                     "get_state_dict; such a directory can be loaded here."
                 )
-
-    @property
-    def notes(self) -> list[str]:
-        """Warnings for the user about a save of these objects."""
-        if not self.loaders:
-            return []
-        keys = ", ".join(repr(key_of(path)) for path in self.loaders)
-        return [
-            f"{keys}: a DataLoader has no state dict, so its position is not saved, and a load leaves it unchanged. To "
-            "resume within an epoch, use a loader with state_dict and load_state_dict, such as torchdata's "
-            "StatefulDataLoader."
-        ]
 
     @property
     def prefixes(self) -> dict[Path, str]:
@@ -158,7 +148,7 @@ class NestedObjects:
             return dict(sorted(kind.items(), key=lambda item: places.get(key_of(item[0]), len(places))))
 
         kinds = ordered(self.modules), ordered(self.optimizers), ordered(self.stateful)
-        return NestedObjects(*kinds, self.loaders, self.plain)
+        return NestedObjects(*kinds, self.plain)
 
     @gc_paused()
     def state_dict(self) -> dict[str, Any]:
@@ -282,7 +272,7 @@ def checkpoint_of(
     empty: dict[str, Any] = {"state": {}, "param_groups": []}
     optimizers = {path: empty | filtered(path, _state_of(one, names)) for path, one in objects.optimizers.items()}
     new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
-    rest = replaced(state, new | dict.fromkeys((*modules, *optimizers, *objects.loaders), NOTHING))
+    rest = replaced(state, new | dict.fromkeys((*modules, *optimizers), NOTHING))
     return lightning_dict({key: filtered((key,), value) for key, value in rest.items()}, modules, optimizers)
 
 

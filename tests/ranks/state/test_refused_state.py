@@ -115,3 +115,10 @@ def try_zero(path: str) -> None:
 
 def test_a_zero_redundancy_optimizer_is_refused(tmp_path: Path) -> None:
     run_ranks(2, try_zero, str(tmp_path / "c"))
+
+
+def test_a_loader_without_a_state_is_refused_by_name(tmp_path: Path) -> None:
+    loader: Any = torch.utils.data.DataLoader(range(4))  # type: ignore[arg-type]
+    for call in (ckpt.save, ckpt.load):
+        refuse("'data' is a DataLoader without a state dict", call, tmp_path / "c", {"data": loader})
+    assert not (tmp_path / "c").exists()
