@@ -152,7 +152,7 @@ def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agre
 
 def _write_and_commit(job: SaveJob, agreed: Agreement, on_complete: Callable[[int], None], ranks: Ranks) -> list[str]:
     with job:
-        on_complete(ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit))
+        on_complete(ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), partial(job.commit, agreed)))
         return job.notes
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec, root_from_json, root_to_json
+from lightning_shardckpt.format.index import Component, FileInfo, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, Shape, join_holders
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.documents import stored_keys
@@ -26,6 +26,60 @@ from lightning_shardckpt.system.text import count_text, list_some
 
 Tables = dict[str, Component]
 """The tensors and aliases of every component, without files."""
+Digests = dict[str, dict[str, str]]
+"""A rank's digests by label and name. Ranks have a label in common if they hold replicas of the same parts."""
+
+
+# ── values that ranks exchange, as JSON ───────────────────────────────────────────────────────────────────────────────
+
+
+class SaveRequest(TypedDict):
+    """The save that one rank requests.
+
+    ``digest`` is equal on ranks that hold the same tensors; ``replicas`` has a combined digest for each label.
+    """
+
+    path: str
+    step: int | None
+    digest: str
+    replicas: Digests
+
+
+class Agreement(TypedDict):
+    """The agreement of all ranks, made by rank 0.
+
+    ``groups`` has the ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage. With
+    several, ``tables`` has the tables of all of them as a root index without files.
+    """
+
+    save_id: str
+    groups: list[list[list[int]]]
+    tables: str
+
+
+class GroupTable(TypedDict):
+    """A group's tables, as a root index without files, and its trainer state, encoded; sent by its first rank."""
+
+    tables: str
+    trainer: Any
+
+
+class WriteReport(TypedDict):
+    """The files that one rank wrote: its indexes by component, its documents, and the bytes and elements of all.
+
+    ``shared`` has the digests of tensors that other groups of ranks hold, too. ``notes`` are sentences for the user;
+    empty on rank 0, which keeps its own.
+    """
+
+    indexes: dict[str, FileInfo]
+    documents: list[FileInfo]
+    shared: Digests
+    elements: int
+    nbytes: int
+    notes: list[str]
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
@@ -46,199 +100,23 @@ def _spec(dtype: str, shape: Shape, layout: Layout, holders: Holders, pinned: bo
     return TensorSpec(dtype, shape, layout, holders, pinned)
 
 
-# ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────
-# A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
-# replicas differed, the checkpoint would hold a state that no rank ever had. Digests reveal that before.
-
-
-Digests = dict[str, dict[str, str]]
-"""A rank's digests by label and name. Ranks have a label in common if they hold replicas of the same parts."""
-
-
-def digest_replicas(replicas: Iterable[tuple[str, str, Any]]) -> Digests:
-    """Return the digests of labelled, named tensors and JSON values. Runs at the speed of memory."""
-    digests, of_tensors = Digests(), list[tuple[dict[str, str], str, torch.Tensor]]()
-    for label, name, value in replicas:
-        named = digests.setdefault(label, {})
-        if not isinstance(value, torch.Tensor):
-            named[name] = checksum(json.dumps(value, sort_keys=True).encode())
-            continue
-        named[name] = str(tuple(value.shape))
-        if value.numel():
-            of_tensors.append((named, name, bit_digest(value)))
-    values = digest_values(digest for *_, digest in of_tensors)  # waits for the device once
-    for (named, name, _), digest in zip(of_tensors, values, strict=True):
-        named[name] += f" {digest}"
-    return digests
-
-
-def combine_digests(digests: Digests) -> Digests:
-    """Return one digest for each label, to learn by ``find_differences`` whether there are any."""
-    return {
-        label: {"": checksum("\n".join(f"{name}={digest}" for name, digest in sorted(named.items())).encode())}
-        for label, named in digests.items()
-    }
-
-
-def find_differences(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
-    """Return the names whose replicas differ, each with the sets of ranks that hold equal values.
-
-    >>> find_differences({0: {"": {"model/w": "1"}}, 1: {"": {"model/w": "2"}}, 2: {"": {"model/w": "1"}}})
-    {'model/w': [[0, 2], [1]]}
-    """
-    labelled = dict.fromkeys(
-        (label, name) for digests in reports.values() for label, named in digests.items() for name in named
-    )
-    differences: dict[str, list[list[int]]] = {}
-    for label, name in labelled:
-        ranks_by_digest: dict[str | None, list[int]] = {}
-        for rank, digests in reports.items():
-            if label in digests:
-                ranks_by_digest.setdefault(digests[label].get(name), []).append(rank)
-        if len(ranks_by_digest) > 1:
-            differences.setdefault(name, []).extend(ranks_by_digest.values())
-    return differences
-
-
-def find_replicas(
-    snapshot: Snapshot, tables: Mapping[str, Component], rank: int, group: str
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield the state that other ranks hold, too: tensors, and values of the model and of optimizers.
-
-    Leaves out pinned tensors, which may differ.
-
-    Args:
-        snapshot: of this rank.
-        tables: of its tensors.
-        rank: in the default process group.
-        group: a text common to the ranks with the same tensors.
-
-    Yields:
-        Label, name and value; see ``Digests``.
-    """
-    for component, leaves in snapshot.leaves.items():
-        specs = tables[component].tensors
-        layouts = {id(spec): spec.layout for spec in specs.values()}  # equal specs are one object
-        parts = {spec_id: _part(layout, rank) for spec_id, layout in layouts.items()}
-        for key, tensor in leaves.tensors.items():
-            part, is_shared = parts[id(specs[key])]
-            if is_shared and key not in leaves.pinned:
-                yield f"{group} {part}", f"{component}/{key}", local_tensor(tensor)
-    of_group, of_all = _values(snapshot.documents)
-    for kind, named in (("replicated", snapshot.replicated), ("settings", of_all)):
-        label = f"{kind} {checksum(repr(sorted(named)).encode())}"  # common to ranks with the same names
-        yield from ((label, name, value) for name, value in named.items())
-    # the label also for a rank without values
-    yield from ((f"{group} values", name, value) for name, value in {"": None, **of_group}.items())
-
-
-def find_replicas_of_groups(
-    snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield tensors that other groups of ranks, such as pipeline stages, hold, too; as ``find_replicas``.
-
-    ``group_size`` ranks hold the same tensors as this one.
-    """
-    for component, leaves in snapshot.leaves.items():
-        table = joined.get(component, Component({}))
-        for key, tensor in leaves.tensors.items():
-            name = table.aliases.get(key, key)
-            spec = table.tensors.get(name)
-            if spec is None or spec.pinned or sum(stop - start for start, stop in spec.holders) == group_size:
-                continue
-            yield f"{name} {_part(spec.layout, rank)}", f"{component}/{name}", local_tensor(tensor)
-
-
-@lru_cache(maxsize=4096)
-def _part(layout: Layout, rank: int) -> tuple[str, bool]:
-    """Return a text for the part of a tensor that a rank holds, and True if other ranks of its group hold that part."""
-    if layout == REPLICATED:
-        return "", True
-    cut = {c.axis for c in layout.cuts}
-    is_shared = any(axis.size > 1 for number, axis in enumerate(layout.axes) if number not in cut)
-    return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
-
-
-def _values(documents: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values in documents that one rank of each group stores, and those that one rank of all stores.
-
-    The latter are optimizers' settings, and their state without parameters.
-    """
-    of_group = {f"model/{name}": value for name, value in (documents.get("model") or {}).items()}
-    of_all = dict[str, Any]()
-    for number, optimizer in (documents.get("optimizer") or {}).items():
-        start = f"optimizer/{number}"
-        for name, entries in optimizer["values"].items():
-            of_group |= {f"{start}/{param}/{name}": entry["value"] for entry in entries for param in entry["params"]}
-        of_all[f"{start}/own"] = optimizer.get("own")
-        for group, entries in optimizer["groups"].items():
-            of_all |= {f"{start}/param_groups/{group}/{name}": value for name, value in entries["hyper"].items()}
-    return of_group, of_all
-
-
-# ── values that ranks exchange ────────────────────────────────────────────────────────────────────────────────────────
-# Values that ranks exchange at the steps of a save, as JSON.
-
-
-class SaveRequest(TypedDict):
-    """The save that one rank requests."""
-
-    path: str
-    step: int | None
-    digest: str
-    """Of the tables and of the names in documents: equal on ranks that hold the same tensors."""
-    replicas: Digests
-    """Combined digests of replicated values."""
-
-
-class Agreement(TypedDict):
-    """The agreement of all ranks, made by rank 0."""
-
-    save_id: str
-    groups: list[list[list[int]]]
-    """Ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage."""
-    tables: str
-    """The tables of all groups as a root index without files; empty if there is one group, whose ranks all have it."""
-
-
-class GroupTable(TypedDict):
-    """A group's tables, sent by its first rank."""
-
-    tables: str
-    """A root index without files."""
-    trainer: Any
-    """The trainer's state, encoded."""
-
-
-class WriteReport(TypedDict):
-    """The files that one rank wrote, each as name, size and checksum."""
-
-    indexes: dict[str, list[Any]]
-    """By component."""
-    documents: list[list[Any]]
-    shared: Digests
-    """Of tensors that other groups of ranks hold, too."""
-    elements: int
-    nbytes: int
-    """The size of all files."""
-    notes: list[str]
-    """Sentences for the user; empty on rank 0, which keeps its own."""
-
-
-# ── joining the groups of pipeline stages ─────────────────────────────────────────────────────────────────────────────
+def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
+    """Return groups of ranks that hold the same tensors, from the requests in rank order."""
+    for field in ("path", "step"):
+        values = {json.dumps(request[field]): rank for rank, request in reversed(list(enumerate(requests)))}
+        if len(values) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda x: x[1]))
+            hint = "; if the name holds a metric, log it with sync_dist=True" if field == "path" else ""
+            raise MismatchError(f"the ranks disagree about the {field} of this save: {listed}{hint}")
+    groups: dict[str, list[int]] = {}
+    for rank, request in enumerate(requests):
+        groups.setdefault(request["digest"], []).append(rank)
+    return list(groups.values())
 
 
 def tables_as_root(tables: Tables, save_id: str, world: int) -> str:
     """Return tables as the text of a root index without files."""
     return root_to_json(RootIndex(save_id, world, tables, {})).decode()
-
-
-def held_by(tables: Tables, holders: Holders) -> Tables:
-    """Return the tables with other holders of all tensors."""
-    return {
-        name: Component({key: replace(spec, holders=holders) for key, spec in table.tensors.items()}, table.aliases)
-        for name, table in tables.items()
-    }
 
 
 def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
@@ -292,23 +170,122 @@ def _join_tables(tables: list[Tables]) -> Tables:
     return joined
 
 
-def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
-    """Return groups of ranks that hold the same tensors, from the requests in rank order."""
-    for field in ("path", "step"):
-        values = {json.dumps(request[field]): rank for rank, request in reversed(list(enumerate(requests)))}
-        if len(values) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda x: x[1]))
-            hint = "; if the name holds a metric, log it with sync_dist=True" if field == "path" else ""
-            raise MismatchError(f"the ranks disagree about the {field} of this save: {listed}{hint}")
-    groups: dict[str, list[int]] = {}
-    for rank, request in enumerate(requests):
-        groups.setdefault(request["digest"], []).append(rank)
-    return list(groups.values())
+# ── replicas ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
+# replicas differed, the checkpoint would hold a state that no rank ever had. Digests reveal that before.
+
+
+def digest_replicas(replicas: Iterable[tuple[str, str, Any]]) -> Digests:
+    """Return the digests of labelled, named tensors and JSON values. Runs at the speed of memory."""
+    digests, of_tensors = Digests(), list[tuple[dict[str, str], str, torch.Tensor]]()
+    for label, name, value in replicas:
+        named = digests.setdefault(label, {})
+        if not isinstance(value, torch.Tensor):
+            named[name] = checksum(json.dumps(value, sort_keys=True).encode())
+            continue
+        named[name] = str(tuple(value.shape))
+        if value.numel():
+            of_tensors.append((named, name, bit_digest(value)))
+    values = digest_values(digest for *_, digest in of_tensors)  # waits for the device once
+    for (named, name, _), digest in zip(of_tensors, values, strict=True):
+        named[name] += f" {digest}"
+    return digests
+
+
+def combine_digests(digests: Digests) -> Digests:
+    """Return one digest for each label, to learn by ``find_differences`` whether there are any."""
+    return {label: {"": checksum(json.dumps(named, sort_keys=True).encode())} for label, named in digests.items()}
+
+
+def find_replicas(
+    snapshot: Snapshot, tables: Tables, rank: int, group: str, group_size: int | None = None
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield label, name and value of the state that other ranks hold, too; see ``Digests``.
+
+    Leaves out pinned tensors, which may differ.
+
+    Args:
+        snapshot: of this rank.
+        tables: of its tensors.
+        rank: in the default process group.
+        group: a text common to the ranks with the same tensors, which are compared with each other.
+        group_size: their number, if ``tables`` have the tensors of all groups, such as pipeline stages: then only
+            tensors that several groups hold are compared, between all of them.
+    """
+    for component, leaves in snapshot.leaves.items():
+        table = tables.get(component, Component({}))
+        parts = {spec.layout: _part(spec.layout, rank) for spec in {id(s): s for s in table.tensors.values()}.values()}
+        for key, tensor in leaves.tensors.items():
+            name = table.aliases.get(key, key)
+            spec = table.tensors.get(name)
+            if spec is None or spec.pinned:
+                continue
+            part, is_shared = parts[spec.layout]
+            if group_size is not None:
+                is_shared = sum(stop - start for start, stop in spec.holders) != group_size
+            if is_shared:
+                yield f"{group if group_size is None else name} {part}", f"{component}/{name}", local_tensor(tensor)
+    if group_size is not None:
+        return
+    of_group, of_all = _values(snapshot.documents)
+    for kind, named in (("replicated", snapshot.replicated), ("settings", of_all)):
+        label = f"{kind} {checksum(repr(sorted(named)).encode())}"  # common to ranks with the same names
+        yield from ((label, name, value) for name, value in named.items())
+    # the label also for a rank without values
+    yield from ((f"{group} values", name, value) for name, value in {"": None, **of_group}.items())
+
+
+@lru_cache(maxsize=4096)
+def _part(layout: Layout, rank: int) -> tuple[str, bool]:
+    """Return a text for the part of a tensor that a rank holds, and True if other ranks of its group hold that part."""
+    if layout == REPLICATED:
+        return "", True
+    cut = {c.axis for c in layout.cuts}
+    is_shared = any(axis.size > 1 for number, axis in enumerate(layout.axes) if number not in cut)
+    return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
+
+
+def _values(documents: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values in documents that one rank of each group stores, and those that one rank of all stores.
+
+    The latter are optimizers' settings, and their state without parameters.
+    """
+    of_group = {f"model/{name}": value for name, value in (documents.get("model") or {}).items()}
+    of_all = dict[str, Any]()
+    for number, optimizer in (documents.get("optimizer") or {}).items():
+        start = f"optimizer/{number}"
+        for name, entries in optimizer["values"].items():
+            of_group |= {f"{start}/{param}/{name}": entry["value"] for entry in entries for param in entry["params"]}
+        of_all[f"{start}/own"] = optimizer.get("own")
+        for group, entries in optimizer["groups"].items():
+            of_all |= {f"{start}/param_groups/{group}/{name}": value for name, value in entries["hyper"].items()}
+    return of_group, of_all
+
+
+def find_differences(reports: Iterable[Digests]) -> dict[str, list[list[int]]]:
+    """Return the names whose replicas differ, each with the sets of ranks that hold equal values.
+
+    >>> find_differences([{"": {"model/w": "1"}}, {"": {"model/w": "2"}}, {"": {"model/w": "1"}}])
+    {'model/w': [[0, 2], [1]]}
+    """
+    ranks_by_label: dict[str, list[tuple[int, dict[str, str]]]] = {}
+    for rank, digests in enumerate(reports):
+        for label, named in digests.items():
+            ranks_by_label.setdefault(label, []).append((rank, named))
+    differences: dict[str, list[list[int]]] = {}
+    for ranks in ranks_by_label.values():
+        for name in dict.fromkeys(name for _, named in ranks for name in named):
+            equal: dict[str | None, list[int]] = {}
+            for rank, named in ranks:
+                equal.setdefault(named.get(name), []).append(rank)
+            if len(equal) > 1:
+                differences.setdefault(name, []).extend(equal.values())
+    return differences
 
 
 def refuse_differences(path: str, reports: list[Digests]) -> None:
     """Raise a MismatchError that names the tensors whose replicas differ, and the ranks; one report for each rank."""
-    differences = find_differences(dict(enumerate(reports)))
+    differences = find_differences(reports)
     if not differences:
         return
     lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]

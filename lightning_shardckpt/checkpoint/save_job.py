@@ -25,9 +25,7 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     digest_replicas,
     find_differences,
     find_replicas,
-    find_replicas_of_groups,
     group_ranks,
-    held_by,
     join_groups,
     refuse_differences,
     specs_of,
@@ -41,18 +39,17 @@ from lightning_shardckpt.format.index import (
     Component,
     FileInfo,
     RootIndex,
-    TensorSpec,
     root_from_json,
     root_to_json,
 )
-from lightning_shardckpt.format.layout import REPLICATED, as_holders
+from lightning_shardckpt.format.layout import as_holders
 from lightning_shardckpt.format.plan import Piece, TensorBytes, check_cover, plan_save, table_digest
 from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, copy_all, dtype_name
+from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, copy_all
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.storage.router import check_writable
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files, write_component
@@ -118,53 +115,36 @@ class LastResult(Generic[K, V]):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The files that a rank writes.
+    """The files that a rank writes, by component, with the tables of all ranks.
 
-    Attributes:
-        tables: of all ranks.
-        files: of this rank, by component.
-        elements: the number of elements that this rank writes.
-        all_elements: the number of elements of all tensors; on rank 0.
+    ``elements`` counts those that this rank writes, ``all_elements``, on rank 0, those of all tensors.
     """
 
-    tables: Tables = field(default_factory=dict)
-    files: dict[str, list[FilePlan]] = field(default_factory=dict)
-    elements: int = 0
-    all_elements: int = 0
+    tables: Tables
+    files: dict[str, list[FilePlan]]
+    elements: int
+    all_elements: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanCache:
     """Cached results of the last save of one caller. Holds no tensors; not for concurrent use."""
 
     digest: LastResult[Tables, str] = field(default_factory=LastResult)
-    plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
+    plan: LastResult[tuple[Tables, int, float], SavePlan] = field(default_factory=LastResult)
 
 
-def _plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:
+def _plan_rank(tables: Tables, rank: int, size_per_shard: float) -> SavePlan:
     """Return the plan of ``rank`` for tables that all ranks have agreed on."""
     files: dict[str, list[FilePlan]] = {}
     for component in filter(tables.__contains__, COMPONENTS):
         pieces = plan_save(tables[component].tensors, rank)
         files[component] = plan_files(component, rank, pieces, size_per_shard)
+        if rank == 0:
+            check_cover(component, tables[component].tensors)
     elements = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
-    if rank != 0:
-        return SavePlan(tables, files, elements)
-    for name, table in tables.items():
-        check_cover(name, table.tensors)
     all_elements = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
-    without_files = RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {})
-    root_from_json(root_to_json(without_files), ROOT_NAME)  # a loader accepts it
     return SavePlan(tables, files, elements, all_elements)
-
-
-def _check_new_parts(root: RootIndex) -> None:
-    """Check that a loader accepts the parts of a root index that differ between saves of the same tables.
-
-    A root index that it refuses must not replace a good checkpoint.
-    """
-    parts = replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()})
-    root_from_json(root_to_json(parts), ROOT_NAME)
 
 
 # ── the job ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,7 +155,6 @@ class Content:
     """The content that a rank writes.
 
     Attributes:
-        save_id: of the save.
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
         documents: roles and contents, by file name.
@@ -183,7 +162,6 @@ class Content:
         contents: see ``Snapshot``; of components whose tensors have no values.
     """
 
-    save_id: str
     plan: SavePlan
     tensors: dict[int, torch.Tensor]
     documents: dict[str, tuple[str, bytes]]
@@ -211,33 +189,31 @@ class SaveJob:
         storage: Storage,
         plans: PlanCache,
     ) -> None:
-        self.path, self._ranks, self._run, self._storage = path, ranks, run, storage
-        self._options, self._plans = options, plans
-        self.replicas = Digests()
+        self.path, self._run, self._storage, self._options, self._plans = path, run, storage, options, plans
+        self._rank, self._world_size = ranks.rank, ranks.world
+        self.replicas, self.notes = Digests(), list[str]()
         self._snapshot: Snapshot
         self._tables: Tables  # of its tensors, as if every rank had the same
         self._content: Content | None = None
         self._trainer: Any = None  # of all groups, on rank 0
         self._draft: Draft | None = None  # on rank 0
-        self.notes: list[str] = []
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveRequest:
         """Return this rank's request, which describes its state by digests. Runs on every rank."""
         check_writable(self.path)
         snapshot = self._snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
         self.notes += snapshot.notes
-        all_ranks = ((0, self._ranks.world),)
         tables = self._tables = {
-            name: Component(specs_of(name, leaves, all_ranks), leaves.aliases)
+            name: Component(specs_of(name, leaves, ((0, self._world_size),)), leaves.aliases)
             for name, leaves in snapshot.leaves.items()
         }
         text = self._plans.digest.get(tables, lambda: table_digest(tables))
-        documents = [snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
-        digest = checksum((text + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
-        if self._ranks.world > 1 and self._options.replicas == "same":
+        documents = [sorted(snapshot.documents.get(role) or ()) for role in ("model", "frozen", "versions")]
+        digest = checksum((text + json.dumps(documents)).encode())
+        if self._world_size > 1 and self._options.replicas == "same":
             self.replicas = digest_replicas(find_replicas(snapshot, tables, this_rank(), digest))
-        request: SaveRequest = {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": {}}
-        return {**request, "replicas": combine_digests(self.replicas)}
+        replicas = combine_digests(self.replicas)
+        return {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": replicas}
 
     def agree(self, requests: list[SaveRequest]) -> Agreement | None:
         """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.
@@ -250,7 +226,7 @@ class SaveJob:
             FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
         groups = group_ranks(requests)
-        if find_differences({rank: request["replicas"] for rank, request in enumerate(requests)}):
+        if find_differences(request["replicas"] for request in requests):
             return None
         ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
@@ -261,28 +237,29 @@ class SaveJob:
 
     def group_table(self, agreed: Agreement) -> GroupTable | None:
         """Return a group's tables and trainer state on its first rank, None on others. Runs on every rank."""
-        group = next((group for group in agreed["groups"] if self._ranks.rank == group[0][0]), None)
+        group = next((group for group in agreed["groups"] if self._rank == group[0][0]), None)
         if group is None:
             return None
-        held = self._with_own(held_by(self._tables, tuple((start, stop) for start, stop in group)))
-        text = tables_as_root(held, agreed["save_id"], self._ranks.world)
+        holders = tuple((start, stop) for start, stop in group)
+        held = {
+            name: Component({key: replace(spec, holders=holders) for key, spec in table.tensors.items()}, table.aliases)
+            for name, table in self._tables.items()
+        }
+        text = tables_as_root(self._with_own(held), agreed["save_id"], self._world_size)
         return {"tables": text, "trainer": self._snapshot.documents.get("trainer")}
 
     def join_tables(self, reports: list[GroupTable | None]) -> str:
         """Return the joined tables of all groups, and keep the union of their trainer states. Runs on rank 0."""
-        text, self._trainer = join_groups([report for report in reports if report is not None], self._ranks.world)
+        text, self._trainer = join_groups([report for report in reports if report is not None], self._world_size)
         return text
 
     def _with_own(self, tables: Tables) -> Tables:
         """Return the tables with the plain tensors of the trainer's state, which this rank alone writes."""
-        holders = ((self._ranks.rank, self._ranks.rank + 1),)
-        own = {
-            key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
-            for key, tensor in self._snapshot.own.items()
-        }
-        if not own:
+        if not self._snapshot.own:
             return tables
-        return {**tables, "trainer": Component({**tables.get("trainer", Component({})).tensors, **own})}
+        own = Leaves(self._snapshot.own, pinned=frozenset(self._snapshot.own))
+        specs = specs_of("trainer", own, ((self._rank, self._rank + 1),))
+        return {**tables, "trainer": Component({**tables.get("trainer", Component({})).tensors, **specs})}
 
     def stage(self, agreed: Agreement, memory: HostMemory) -> None:
         """Copy this rank's content into ``memory``; from then on the live state may change. Runs on every rank."""
@@ -295,16 +272,15 @@ class SaveJob:
 
     def _live_content(self, agreed: Agreement) -> Content:
         """Return the content that this rank writes, with views of the live tensors."""
-        rank, snapshot = self._ranks.rank, self._snapshot
-        tables, shared = self._tables, Digests()
+        rank, snapshot, tables, shared = self._rank, self._snapshot, self._tables, Digests()
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
             own_group = next(group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group))
             size = sum(stop - start for start, stop in own_group)
-            shared = digest_replicas(find_replicas_of_groups(snapshot, tables, this_rank(), size))
+            shared = digest_replicas(find_replicas(snapshot, tables, this_rank(), "", size))
         elif rank == 0:
             tables = self._with_own(tables)
-        key = tables, rank, self._ranks.world, self._options.size_per_shard
+        key = tables, rank, self._options.size_per_shard
         plan = self._plans.plan.get(key, lambda: _plan_rank(*key))
         tensors: dict[int, torch.Tensor] = {}
         for component, files in plan.files.items():
@@ -315,44 +291,10 @@ class SaveJob:
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
-        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), shared, snapshot.contents)
-
-    def write(self, agreed: Agreement) -> WriteReport:
-        """Write this rank's shard files, indexes and documents; return their sizes and checksums.
-
-        Runs on every rank.
-        """
-        content = self._content = self._content or self._live_content(agreed)
-        plan, save_id = content.plan, content.save_id
-        draft = self._draft or self._storage.draft(self.path, save_id)
-        windows = HostWindows(content.tensors)
-
-        def stage(component: str, piece: Piece) -> TensorBytes:
-            made = content.contents.get(component)
-            return windows.bytes_of(id(piece)) if made is None else made(piece.key)
-
-        indexes = {
-            name: write_component(draft, name, self._ranks.rank, save_id, files, partial(stage, name))
-            for name, files in plan.files.items()
-            if files
-        }
-        documents = []
-        for name, (role, text) in content.documents.items():
-            check_readable(role, text, f"the {role} state of rank {self._ranks.rank}")
-            draft.write(name, [text])
-            documents.append(FileInfo(name, len(text), checksum(text)))
-        return {
-            "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
-            "documents": [_info_to_json(info) for info in documents],
-            "shared": content.shared,
-            "elements": plan.elements,
-            "nbytes": sum(file.nbytes for files in plan.files.values() for file in files)
-            + sum(info.nbytes for info in [*indexes.values(), *documents]),
-            "notes": [] if draft is self._draft else draft.notes,
-        }
+        return Content(plan, tensors, dict(self._documents(agreed)), shared, snapshot.contents)
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, tuple[str, bytes]]]:
-        rank, documents = self._ranks.rank, dict(self._snapshot.documents)
+        rank, documents = self._rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
@@ -366,7 +308,41 @@ class SaveJob:
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, (role, content)
 
-    def commit(self, reports: list[WriteReport]) -> int:
+    def write(self, agreed: Agreement) -> WriteReport:
+        """Write this rank's shard files, indexes and documents; return their sizes and checksums.
+
+        Runs on every rank.
+        """
+        content = self._content = self._content or self._live_content(agreed)
+        plan, save_id = content.plan, agreed["save_id"]
+        draft = self._draft or self._storage.draft(self.path, save_id)
+        windows = HostWindows(content.tensors)
+
+        def stage(component: str, piece: Piece) -> TensorBytes:
+            made = content.contents.get(component)
+            return windows.bytes_of(id(piece)) if made is None else made(piece.key)
+
+        indexes = {
+            name: write_component(draft, name, self._rank, save_id, files, partial(stage, name))
+            for name, files in plan.files.items()
+            if files
+        }
+        documents = []
+        for name, (role, text) in content.documents.items():
+            check_readable(role, text, f"the {role} state of rank {self._rank}")
+            draft.write(name, [text])
+            documents.append(FileInfo(name, len(text), checksum(text)))
+        return {
+            "indexes": indexes,
+            "documents": documents,
+            "shared": content.shared,
+            "elements": plan.elements,
+            "nbytes": sum(file.nbytes for files in plan.files.values() for file in files)
+            + sum(info.nbytes for info in [*indexes.values(), *documents]),
+            "notes": [] if draft is self._draft else draft.notes,
+        }
+
+    def commit(self, agreed: Agreement, reports: list[WriteReport]) -> int:
         """Check completeness, write the root index, and publish the draft.
 
         Runs on rank 0, when all ranks have written.
@@ -389,8 +365,8 @@ class SaveJob:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
         documents = [FileInfo(*info) for report in reports for info in report["documents"]]
         root = RootIndex(
-            save_id=self._content.save_id,
-            world_size=self._ranks.world,
+            save_id=agreed["save_id"],
+            world_size=self._world_size,
             components={n: c for n, c in components.items() if c.tensors},
             documents={info.name: info for info in documents},
             step=self._run.step,
@@ -400,7 +376,7 @@ class SaveJob:
             prefix=self._draft.prefix,
         )
         content = root_to_json(root)
-        _check_new_parts(root)
+        root_from_json(content, ROOT_NAME)  # one that a loader refuses must not replace a good checkpoint
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()
         self.notes += self._draft.notes
@@ -434,7 +410,3 @@ def _software() -> dict[str, str]:
         with suppress(PackageNotFoundError):  # run from a source tree
             versions[name] = version(name)
     return versions
-
-
-def _info_to_json(info: FileInfo) -> list[Any]:
-    return [info.name, info.nbytes, info.checksum]

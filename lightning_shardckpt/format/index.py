@@ -45,9 +45,8 @@ MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its 
 _PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """Base name, size and xxh3-64 of a file; a shard file's checksum covers only its header."""
+class FileInfo(NamedTuple):
+    """Base name, size and xxh3-64 of a file, a list in JSON; a shard file's checksum covers only its header."""
 
     name: str
     nbytes: int
@@ -322,7 +321,7 @@ def root_to_json(root: RootIndex) -> bytes:
         components[name] = {
             "tensors": {key: specs[id(spec)] for key, spec in component.tensors.items()},
             "aliases": component.aliases,
-            "indexes": {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()},
+            "indexes": {str(rank): info for rank, info in component.indexes.items()},
         }
     value = {
         "format": FORMAT,

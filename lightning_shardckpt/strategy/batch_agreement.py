@@ -105,7 +105,7 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
     if not differ:
         return
     reports: list[Digests] = ranks.step("comparing replicated values", lambda: digests, lambda reports: reports)
-    names = list_some([*find_differences(dict(enumerate(reports)))], 5)
+    names = list_some([*find_differences(reports)], 5)
     raise UnsupportedCodeError(
         f"{names} differs between the data-parallel ranks, which each compute it from their own batches: the model "
         "differs from one process, and a checkpoint would have the values of one rank. Reduce values that are computed "
@@ -117,7 +117,7 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
 def _join_reports(reports: list[dict[str, Any]]) -> list[Any]:
     """Return the maxima of the ranks' numbers, and whether replicated values differ. Runs on rank 0."""
     maxima = [max(column) for column in zip(*(report["numbers"] for report in reports), strict=True)]
-    return [maxima, bool(find_differences({rank: report["replicas"] for rank, report in enumerate(reports)}))]
+    return [maxima, bool(find_differences(report["replicas"] for report in reports))]
 
 
 def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:
