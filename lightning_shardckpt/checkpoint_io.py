@@ -14,15 +14,24 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import lightning
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load, save, save_async
+from lightning_shardckpt.checkpoint.checkpoint import (
+    Filling,
+    LoadResult,
+    is_torch_file,
+    leave_unmarked,
+    load,
+    load_full,
+    save,
+    save_async,
+)
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
-from lightning_shardckpt.checkpoint.lightning_dict import is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
@@ -310,7 +319,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
 
         Raises:
-            TypeError: for a ``map_location`` of another type.
             StateError: with ``key_mapping``.
         """
         if not self.key_mapping.is_empty:
@@ -342,14 +350,13 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """
         drain_all()
         path = file_path(path)
-        checkpoint = load_whole(
-            path,
-            map_location,
-            verify=self.load_options.verify,
-            weights_only=weights_only is not False,
-            storage=self.storage,
-        )
-        if not is_torch_file(path) and (frozen := checkpoint.pop(FROZEN, None)):
+        safe = weights_only is not False
+        if is_torch_file(path):
+            plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
+            return plain
+        verify, storage = self.load_options.verify, self.storage
+        checkpoint = load_full(path, map_location, verify=verify, weights_only=safe, storage=storage)
+        if frozen := checkpoint.pop(FROZEN, None):
             self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
         return checkpoint
 

@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.lightning_dict import device_of, is_torch_file, load_whole
+from lightning_shardckpt.checkpoint.checkpoint import is_torch_file, load_full
 from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
 from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_module
 from lightning_shardckpt.errors import MismatchError, StateError
@@ -59,15 +59,16 @@ def load_from_checkpoint(
         MismatchError: for a checkpoint of adapters, listing missing tensors other than those it leaves out.
     """
     drain_all()
-    path, device = file_path(checkpoint_path), device_of(map_location)
+    path = file_path(checkpoint_path)
     if is_torch_file(path):
         file: Any = path
         if weights_only is not None:
             kwargs["weights_only"] = weights_only
-        location: Any = device if map_location is None else map_location
+        location: Any = map_location or "cpu"
         return cls.load_from_checkpoint(file, map_location=location, strict=strict, **kwargs)  # type: ignore[return-value]
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    checkpoint = load_whole(path, device, optimizers=False, weights_only=weights_only is not False, storage=storage)
+    is_safe = weights_only is not False
+    checkpoint = load_full(path, map_location, optimizers=False, weights_only=is_safe, storage=storage)
     checkpoint = as_trainer_checkpoint(checkpoint, path, fitting=False)
     checkpoint["optimizer_states"] = []  # for hooks that go over them
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})

@@ -8,6 +8,8 @@ Each is a ``Ranks.step``: a failure on one rank reaches all ranks before the nex
 from __future__ import annotations
 
 import errno
+import io
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,20 +18,24 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, LoadState, RankComparison
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
+from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
+from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import assemble
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.state_dicts import METADATA
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -263,18 +269,25 @@ def _load(
         return LoadResult(job.trainer, job.extra_state, notes, job.hooked, job.settings)
 
 
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Return True if ``path`` is a file for ``torch.load``."""
+    return os.path.isfile(path) and not is_safetensors(os.fspath(path))
+
+
 def load_full(
     path: str,
+    map_location: MAP_LOCATION = None,
     *,
     optimizers: bool = True,
     verify: bool = True,
     weights_only: bool = True,
     storage: Storage = _STORAGE,
 ) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
+    """Return Lightning's checkpoint dict with whole tensors on one device, read by this process alone.
 
     Args:
         path: a checkpoint of this package or of another program, or a URL.
+        map_location: the device, or a dict or function as in ``torch.load``; the CPU by default.
         optimizers: include optimizer state.
         verify: compare checksums, if the format has them.
         weights_only: for a file of ``torch.save``, as in ``torch.load``.
@@ -284,8 +297,9 @@ def load_full(
         CheckpointNotFoundError: if there is no complete checkpoint.
         CorruptionError: naming file, tensor and rank.
     """
+    device = _device_of(map_location)
     read = partial(_load_full, path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
-    return restarted_if_replaced(read)
+    return _move_to(restarted_if_replaced(read), device)
 
 
 def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool, storage: Storage) -> dict[str, Any]:
@@ -300,6 +314,27 @@ def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool,
             return target.tensor
 
         return assemble(source, whole, decode_small, optimizers=optimizers)
+
+
+def _device_of(map_location: MAP_LOCATION) -> torch.device:
+    """Return the device on which ``torch.load`` puts tensors of the CPU: a sharded checkpoint records no devices."""
+    if map_location is None:
+        return torch.device("cpu")
+    file = io.BytesIO()
+    torch.save(torch.empty(0), file)
+    tensor: torch.Tensor = torch.load(io.BytesIO(file.getvalue()), map_location=map_location, weights_only=True)
+    return tensor.device
+
+
+def _move_to(checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a checkpoint dict with all tensors on a device; shared tensors stay shared."""
+    if device.type == "cpu":
+        return checkpoint
+    moved: dict[int, torch.Tensor] = {}
+    result = map_tensors(lambda tensor: moved.setdefault(id(tensor), tensor.to(device)), checkpoint)
+    if (versions := getattr(checkpoint.get("state_dict"), METADATA, None)) is not None:
+        vars(result["state_dict"])[METADATA] = versions
+    return result
 
 
 def _nothing(reports: list[None]) -> None:
