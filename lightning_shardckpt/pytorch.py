@@ -49,7 +49,7 @@ from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
-from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, user_code
+from lightning_shardckpt.parallel.optimizers import user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
@@ -275,8 +275,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run
-        with allow_empty_optimizers() if self.topology.pipeline > 1 else nullcontext():
-            super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)
         adopt_optimizers(self.optimizers, self.sharded)
 
     @override

@@ -5,8 +5,7 @@ Checked with torch 2.12 to 2.15."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -196,24 +195,6 @@ def allow_lists_of(kind: type[Tensor]) -> Callable[[], None]:
             kinds.remove(kind)
 
     return undo
-
-
-@contextmanager
-def change_parameters(change: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, call ``Optimizer.__init__`` with ``change(params)`` in place of its first argument.
-
-    Relies on every optimizer calling it with the parameters before using them.
-    """
-    original = Optimizer.__init__
-
-    def initialize(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        original(optimizer, change(params), defaults)
-
-    Optimizer.__init__ = initialize  # type: ignore[method-assign,assignment]  # restored below
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:

@@ -7,16 +7,13 @@ the parameters of the whole module, in its order. The optimizer's state covers o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_autograd import change_parameters
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -32,7 +29,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     live = {*current.values(), *module.gradients.adopted}
     for index, group in enumerate(optimizer.param_groups):
         with user_code():  # it may have been rebound before
-            params = [p for p in group["params"] if not isinstance(p, _Dummy)]
+            params = list(group["params"])
         unknown = [p for p in params if p not in live and p not in current]
         if unknown:
             raise UnsupportedCodeError(
@@ -48,24 +45,6 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
         del optimizer.state[placeholder]
     if module.pipeline is not None:
         show_all_stages(optimizer)
-
-
-@contextmanager
-def allow_empty_optimizers() -> Iterator[None]:
-    """Inside, an optimizer may be built with an empty list of parameters, which torch refuses.
-
-    The optimizer gets a dummy parameter, which `rebind_optimizer` removes.
-    """
-
-    def add_dummy(params: Any) -> Any:
-        return params if isinstance(params, Tensor | dict) else list(params) or [_Dummy(torch.empty(0), False)]
-
-    with change_parameters(add_dummy):
-        yield
-
-
-class _Dummy(nn.Parameter):
-    """The parameter of an empty optimizer."""
 
 
 # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────

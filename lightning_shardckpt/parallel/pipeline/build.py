@@ -260,11 +260,6 @@ def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -
 def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedCodeError(
-                f"{clean or 'the module'} was compiled by torch.jit, so a pipeline stage cannot run a part of it. Use "
-                "the original module, or torch.compile."
-            )
         compiled = type(module).__name__ == "OptimizedModule" or (clean and compiled_call(module) is not None)
         if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
             raise UnsupportedCodeError(

@@ -170,10 +170,8 @@ class Placeholder(Tensor):
             return RemovableHandle(OrderedDict())  # the stage that has the parameter runs it
         if name == "equal" and args[0].shape != args[1].shape:
             return False
-        if name in _VALUES:
+        if name in _VALUES or name.startswith("_foreach_"):
             raise no_value_error(name, first)
-        if name.startswith("_foreach_"):
-            return _run_on_lists(func, name, first, args, kwargs)
         if name == "__deepcopy__":
             return cls.like(first, first.origin, first.device)
         if name in _MOVES:
@@ -281,37 +279,6 @@ def _run_on_meta(
             raise no_value_error(name, first) from error
         raise
     return tree_map(from_meta, list(result) if name == "__iter__" else result)
-
-
-def _run_on_lists(
-    func: Callable[..., Any], name: str, first: Placeholder, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Any] | None:
-    """Run a function of lists; only results that depend on a placeholder are placeholders."""
-    lists = [arg for arg in args if isinstance(arg, list | tuple)]
-    count = len(lists[0])
-    is_for_all = any(isinstance(arg, Placeholder) for arg in (*args, *kwargs.values()))
-    unknown = [
-        is_for_all or any(isinstance(each[n], Placeholder) for each in lists if n < len(each)) for n in range(count)
-    ]
-
-    def select(arg: Any, is_unknown: bool) -> Any:
-        if not isinstance(arg, list | tuple):
-            return arg
-        return [item for item, flag in zip(arg, unknown, strict=True) if flag == is_unknown]
-
-    if any(len(each) != count for each in lists):
-        with without_torch_function():
-            return func(*args, **kwargs)  # type: ignore[no-any-return]  # torch raises its error
-    if name[-1] == "_":
-        for tensor in select(lists[0], True):
-            if not isinstance(tensor, Placeholder):
-                raise _write_error(name, first, tensor)
-    known = iter(func(*(select(arg, False) for arg in args), **kwargs) or ()) if not all(unknown) else iter(())
-    if name[-1] == "_":
-        return None
-    inputs = [select(arg, True) for arg in args]
-    placeholders = iter(_run_on_meta(func, name, first, inputs, kwargs) if any(unknown) else ())
-    return [next(placeholders if is_unknown else known) for is_unknown in unknown]
 
 
 def _only_first_unknown(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -170,17 +170,7 @@ def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
     assert found.item() == 1
 
 
-# ── what optimizers are built with, and how they save and load, can be changed and asked for ──────────────────────────
-
-
-def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
-    given, other = list[Any](), torch.zeros(1, requires_grad=True)
-    with compat.change_parameters(lambda params: given.append(params) or [other]):
-        optimizers = [torch.optim.SGD([], lr=0.1), torch.optim.AdamW([]), torch.optim.LBFGS([])]
-    assert given == [[], [], []]
-    assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        torch.optim.SGD([], lr=0.1)
+# ── how optimizers save and load can be changed and asked for ──────────────────────────
 
 
 def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
