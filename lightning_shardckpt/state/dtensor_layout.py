@@ -111,12 +111,9 @@ def is_like(value: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     local, like = dtensor.local_tensor(value), dtensor.local_tensor(tensor)  # quicker to ask than DTensors
     return (
         type(local) is torch.Tensor
-        and local.layout is torch.strided
-        and local.dtype == dtype
-        and local.device == like.device
-        and local.shape == like.shape
+        and (local.dtype, local.device, local.shape) == (dtype, like.device, like.shape)
         and dtensor.shape_of(value) == dtensor.shape_of(tensor)
-        and local.is_contiguous()
+        and (local.layout is torch.strided and local.is_contiguous())
         and not value.requires_grad
     )
 

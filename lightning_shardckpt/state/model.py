@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
@@ -106,11 +105,6 @@ def model_leaves(
         if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
             continue
-        if is_lazy(value):
-            raise StateError(
-                f"model/{key}: the lazy module has not seen a batch yet, so its {type(value).__name__} has no shape: "
-                "call the module with one first"
-            )
         refuse_compound(value, f"model/{key}")
         tensors[key] = value
     parameters, buffers = named_tensors(module)

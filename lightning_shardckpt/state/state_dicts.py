@@ -101,23 +101,22 @@ def is_lightning_dict(state: Mapping[str, Any]) -> bool:
 
 def is_optimizer_state(value: Any) -> bool:
     """Return whether a value has the structure of ``Optimizer.state_dict``."""
-    if not isinstance(value, Mapping) or not value.keys() >= {"state", "param_groups"}:
+    if not isinstance(value, Mapping):
         return False
-    groups = value["param_groups"]
-    if not isinstance(value["state"], Mapping) or not isinstance(groups, list):
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
         return False
     return all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
 
 
 def is_weights(value: Any) -> bool:
     """Return whether a value is a module's state dict, or a non-empty dict of tensors."""
-    if not isinstance(value, Mapping) or not value:
-        return False
-    if _is_module_state(value):
-        return True  # with any extra state
     import torch  # other functions of this file work without it
 
-    return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
+    if not isinstance(value, Mapping) or not value:
+        return False
+    tensors = (isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
+    return _is_module_state(value) or all(tensors)  # a module's may have extra state
 
 
 def _is_module_state(value: Any) -> bool:
