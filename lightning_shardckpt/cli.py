@@ -20,6 +20,9 @@ from lightning_shardckpt.consolidate import command_parser, run_command
 from lightning_shardckpt.system.text import count_text, progress
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 
+_COMPARING_TOOLS = ("diff", "prove-resume")
+"""Tools whose exit status 1 is a result; a problem has status 2."""
+
 
 def console() -> NoReturn:
     """Run the console script ``shardckpt``."""
@@ -30,112 +33,101 @@ def main(arguments: Sequence[str]) -> int:
     """Run one tool with command-line arguments, print its report, and return the exit status."""
 
     def parse() -> Command:
-        parser = _parser()
-        parsed = parser.parse_args(_program_options_first(arguments))
-        tool, options = parsed.subcommand, parsed[parsed.subcommand]
-        if parsed.json and tool not in _WITH_JSON:
-            parser.error(f"--json is for {', '.join(_WITH_JSON)}")
-        if tool != "consolidate":
-            options.json = parsed.json
-        options.storage_options = parsed.storage_options or options.get("storage_options")
-        return Command(tool, _TOOLS[tool], options, error_status=2 if tool in _COMPARING_TOOLS else 1)
+        parsed = _parser().parse_args(list(arguments))
+        tool: str = parsed.subcommand
+        error_status = 2 if tool in _COMPARING_TOOLS else 1
+        return Command(tool, _TOOLS[tool], parsed[tool], error_status=error_status)
 
     return execute(parse)
 
 
 def _parser() -> ArgumentParser:
-    description = (
-        "Tools for sharded checkpoints. Only prove-resume and follow run user code. None needs a GPU."
-    )
+    description = "Tools for sharded checkpoints. Only prove-resume and follow run user code. None needs a GPU."
     parser = ArgumentParser(prog=PROGRAM, description=description)
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
-    parser.add_argument("--json", action="store_true", help="print everything, for programs")
-    add_storage_options(parser)
     tools = parser.add_subcommands(title="tools")
 
-    inspect = ArgumentParser(description="Shows the content of a checkpoint. Reads its indexes only.")
-    _add_path(inspect)
-    _add_tensors(inspect)
-    tools.add_subcommand("inspect", inspect, help="list the contents of a checkpoint")
+    def add(tool: str, help: str, description: str, *, json: bool = True, urls: bool = True) -> Callable[..., Any]:
+        own = ArgumentParser(description=description)
+        if json:
+            own.add_argument("--json", action="store_true", help="print everything, for programs")
+        if urls:
+            add_storage_options(own)
+        tools.add_subcommand(tool, own, help=help)
+        return own.add_argument
 
-    verify = ArgumentParser(description="Compares every byte of a checkpoint with the checksums of the save.")
-    _add_path(verify)
-    verify.add_argument("--quick", action="store_true", help="structure and sizes only")
-    tools.add_subcommand("verify", verify, help="check a checkpoint for damage")
+    path = {"type": str, "help": "the checkpoint: a directory or a URL"}
+    names = "only tensors whose name matches this or has it, all of them: '*' lists long tables in full"
+    tensors = {"type": str, "metavar": "PATTERN", "help": names}
 
-    digest = ArgumentParser(
-        description="Prints digests of tensors, of components and of the whole, which are the same on every topology "
-        "and in every format."
+    inspect = add(
+        "inspect", "list the contents of a checkpoint", "Shows the content of a checkpoint. Reads its indexes only."
     )
-    digest.add_argument("path", type=str, help="the checkpoint, of any format that is read, or a URL")
-    naming, naming_help = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
-    digest.add_argument("--names", type=naming, default="stored", help=naming_help)
-    _add_tensors(digest)
-    tools.add_subcommand("digest", digest, help="print digests, which are equal for equal contents")
+    inspect("path", **path)
+    inspect("--tensors", **tensors)
 
-    diff = ArgumentParser(
-        description="Compares two checkpoints, which may have different topologies. Exit status: 0 if all tensors are "
-        "the same, 1 if some differ, 2 for trouble."
+    about = "Compares every byte of a checkpoint with the checksums of the save."
+    verify = add("verify", "check a checkpoint for damage", about)
+    verify("path", **path)
+    verify("--quick", action="store_true", help="structure and sizes only")
+
+    about = "Prints digests of tensors, of components and of the whole, equal on every topology and in every format."
+    digest = add("digest", "print digests, which are equal for equal contents", about)
+    digest("path", type=str, help="the checkpoint, of any format that is read, or a URL")
+    naming = "huggingface: the model as an export names and splits it"
+    digest("--names", type=Literal["stored", "huggingface"], default="stored", help=naming)
+    digest("--tensors", **tensors)
+
+    about = (
+        "Compares two checkpoints, which may have different topologies. Exit status: 0 if all tensors are the same, 1 "
+        "if some differ, 2 for trouble."
     )
-    diff.add_argument("a", type=str, help="a checkpoint: a directory or a URL")
-    diff.add_argument("b", type=str, help="another one")
-    _add_tensors(diff)
-    tools.add_subcommand("diff", diff, help="list the differences of two checkpoints")
+    diff = add("diff", "list the differences of two checkpoints", about)
+    diff("a", **path)
+    diff("b", type=str, help="another one")
+    diff("--tensors", **tensors)
 
-    page = ArgumentParser(description="Draws which rank has which slice of every tensor, as one page for a browser.")
-    _add_path(page)
-    page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
-    tools.add_subcommand("map", page, help="draw which rank has which slices")
+    about = "Draws which rank has which slice of every tensor, as one page for a browser."
+    page = add("map", "draw which rank has which slices", about, json=False)
+    page("path", **path)
+    page("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
 
-    merge = ArgumentParser(
-        description="Writes the mean of models as a checkpoint. The inputs may have any topologies and formats."
+    about = "Writes the mean of models as a checkpoint. The inputs may have any topologies and formats."
+    merge = add("merge", "average checkpoints", about, json=False)
+    merge("paths", type=str, nargs="+", help="checkpoints or URLs; with --last, the folder of a run")
+    merge("-o", "--output", type=str, required=True, help="the new checkpoint, or its URL")
+    merge("--weights", type=str, help="one for each path, such as 0.5,0.3,0.2; by default all the same")
+    merge("--last", type=int | None, metavar="K", help="merge the last K checkpoints of the run")
+    merge("--overwrite", action="store_true", help="replace an existing checkpoint")
+
+    about = (
+        "Runs a training straight, and resumed from its middle, and names what differs at the end. Exit status: 0 if "
+        "nothing differs, 1 if something does, 2 if a run fails."
     )
-    merge.add_argument("paths", type=str, nargs="+", help="checkpoints or URLs; with --last, the folder of a run")
-    merge.add_argument("-o", "--output", type=str, required=True, help="the new checkpoint, or its URL")
-    merge.add_argument("--weights", type=str, help="one for each path, such as 0.5,0.3,0.2; by default all the same")
-    merge.add_argument("--last", type=int | None, metavar="K", help="merge the last K checkpoints of the run")
-    merge.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-    tools.add_subcommand("merge", merge, help="average checkpoints")
-
-    prove = ArgumentParser(
-        description="Runs a training straight, and resumed from its middle, and names what differs at the end. "
-        "Exit status: 0 if nothing differs, 1 if something does, 2 if a run fails."
-    )
+    prove = add("prove-resume", "check that a resumed training equals an uninterrupted one", about, urls=False)
     script = "after --: a training script and its arguments, or a program that starts one, such as torchrun"
-    prove.add_argument("command", type=str, nargs="+", help=script)
-    prove.add_argument("--steps", type=int, default=8, help="batches of training; half of them before the checkpoint")
-    resumed_help = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
-    prove.add_argument("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=resumed_help)
-    output_help = "a new folder for outputs and checkpoints; by default a temporary one, kept if the runs differ"
-    prove.add_argument("-o", "--output", type=str | None, help=output_help)
-    tools.add_subcommand("prove-resume", prove, help="check that a resumed training equals an uninterrupted one")
+    prove("command", type=str, nargs="+", help=script)
+    prove("--steps", type=int, default=8, help="batches of training; half of them before the checkpoint")
+    more = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
+    prove("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=more)
+    output = "a new folder for outputs and checkpoints; by default a temporary one, kept if the runs differ"
+    prove("-o", "--output", type=str | None, help=output)
 
-    following = ArgumentParser(
-        description="Runs a command for each complete checkpoint of a training, while it goes on, and records the "
-        "results in evaluations.jsonl beside the checkpoints. Exit status: 0, or 1 if a command failed."
+    about = (
+        "Runs a command for each complete checkpoint of a training, while it goes on, and records the results in "
+        "evaluations.jsonl beside the checkpoints. Exit status: 0, or 1 if a command failed."
     )
-    following.add_argument("run_dir", type=str, help="the folder in which the training saves, or its URL")
+    following = add("follow", "run a command for each checkpoint of a running training", about, json=False)
+    following("run_dir", type=str, help="the folder in which the training saves, or its URL")
     placeholder = "after --: a program and its arguments, in which {} becomes the path of the checkpoint"
-    following.add_argument("command", type=str, nargs="+", help=placeholder)
-    following.add_argument("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
-    following.add_argument("--once", action="store_true", help="don't wait for more checkpoints")
-    interval_help = "between two looks for checkpoints; by default 5, for URLs 30"
-    following.add_argument("--interval", type=float | None, metavar="SECONDS", help=interval_help)
-    tools.add_subcommand("follow", following, help="run a command for each checkpoint of a running training")
+    following("command", type=str, nargs="+", help=placeholder)
+    following("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
+    following("--once", action="store_true", help="don't wait for more checkpoints")
+    interval = "between two looks for checkpoints; by default 5, for URLs 30"
+    following("--interval", type=float | None, metavar="SECONDS", help=interval)
 
     tools.add_subcommand("consolidate", command_parser(), help="export files for torch.load, safetensors, transformers")
     return parser
-
-
-def _program_options_first(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with options of the program, which may also follow the name of a tool, before it."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    first, rest = list[str](), list[str]()
-    for number, argument in enumerate(arguments[:end]):
-        is_value = number > 0 and arguments[number - 1] == "--storage_options"
-        is_first = is_value or argument == "--json" or argument.startswith("--storage_options")
-        (first if is_first else rest).append(argument)
-    return [*first, *rest, *arguments[end:]]
 
 
 def _version_text() -> str:
@@ -143,15 +135,6 @@ def _version_text() -> str:
         return f"lightning-shardckpt {version('lightning-shardckpt')}"
     except PackageNotFoundError:  # run from a source tree
         return "lightning-shardckpt is not installed, so its version is not known"
-
-
-def _add_path(parser: ArgumentParser) -> None:
-    parser.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
-
-
-def _add_tensors(parser: ArgumentParser) -> None:
-    names_help = "only tensors whose name matches this or has it, all of them: '*' lists long tables in full"
-    parser.add_argument("--tensors", type=str, metavar="PATTERN", help=names_help)
 
 
 def _print(report: Any, options: Namespace, text: Callable[[], str]) -> None:
@@ -238,11 +221,6 @@ def _follow(options: Namespace) -> int:
     about = {name: options[name] for name in ("newest", "once", "storage_options")}
     return int(follow(options.run_dir, options.command, interval_s=options.interval, **about) > 0)
 
-
-_COMPARING_TOOLS = ("diff", "prove-resume")
-"""Tools whose exit status 1 is a result; a problem has status 2."""
-
-_WITH_JSON = ("inspect", "verify", "digest", "diff", "prove-resume")
 
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "inspect": _inspect,

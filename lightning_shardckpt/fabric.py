@@ -35,7 +35,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     optimizer_to_device,
     show_samplers_of,
 )
-from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
+from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, refuse_stored_metrics
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.world import raise_if_lost
 from lightning_shardckpt.parallel.first_values.one_rank import Build
@@ -325,6 +325,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def describe() -> dict[str, Any]:
             objects = NestedObjects.of(state)
             check_loaded([*objects.modules.values(), *objects.optimizers.values()])
+            self._refuse_stored_metrics(objects)
             whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             described.append((objects, whole, objects.parameter_names(owner, whole)))
             return {"path": file_path(path), "order": objects.keys}
@@ -341,10 +342,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def collect() -> None:
             collected.append(checkpoint_of(state, objects, names, filter))
 
-        is_shared = self.topology.data_parallel > 1 and not self._is_alone
-        with sync_stored_metrics(objects.root) if is_shared else nullcontext():
-            self._ranks.step("collecting what to save", collect, lambda _: None)
-            self.checkpoint_io.save_checkpoint(collected[0], first["path"], storage_options)
+        self._ranks.step("collecting what to save", collect, lambda _: None)
+        self.checkpoint_io.save_checkpoint(collected[0], first["path"], storage_options)
+
+    def _refuse_stored_metrics(self, objects: NestedObjects) -> None:
+        if self.topology.data_parallel > 1:
+            refuse_stored_metrics(objects.root)
 
     @override
     def load_checkpoint(
@@ -365,20 +368,17 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         drain_all()
         states = state if isinstance(state, dict) else {"state": state}
 
-        with ExitStack() as loaded:
+        def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
+            self._refuse_stored_metrics(objects)
+            return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
 
-            def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
-                if self.meshes.data_parallel_rank:
-                    loaded.enter_context(reset_loaded_metrics(objects.root))
-                return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-
-            nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
-            remainder, result = nested.run(
-                file_path(path),
-                self._ranks,
-                options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
-                storage=io.storage,
-            )
+        nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
+        remainder, result = nested.run(
+            file_path(path),
+            self._ranks,
+            options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
+            storage=io.storage,
+        )
         for note in result.notes:
             rank_zero_warn(note)
         return remainder if isinstance(state, dict) else {}

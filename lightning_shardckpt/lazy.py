@@ -1,4 +1,4 @@
-"""Lazy access to checkpoints: list their contents and read parts, without a process group.
+"""Lists the contents of a checkpoint and reads parts of it, without a process group.
 
 Names and shapes are available without torch. Tensors of the model have their own names; the names of others begin with
 ``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``. The same holds for values in documents (see
@@ -11,67 +11,18 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.index import COMPONENTS, TensorSpec
-from lightning_shardckpt.format.layout import Box, Shape
+from lightning_shardckpt.format.layout import Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import ValueInfo, entries_of
-from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
-
-if TYPE_CHECKING:
-    import torch
-
-
-# ── slices of a tensor as boxes ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def sliced_box(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:
-    """Return the smallest box that contains an indexed part of a tensor, and the index of the part in that box.
-
-    Args:
-        index: integers, slices with positive steps, and at most one ``...``, as for a tensor.
-        shape: the tensor's shape.
-        name: the tensor's name, for errors.
-
-    Raises:
-        IndexError: if the index is out of range or not supported.
-
-    >>> box, rest = sliced_box((slice(1, 8, 3), ..., -1), (10, 4, 5), "w")
-    >>> box.start, box.stop, rest
-    ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, 1), 0))
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    ellipses = [at for at, item in enumerate(items) if item is ...]
-    if len(ellipses) > 1 or len(items) - len(ellipses) > len(shape):
-        raise IndexError(f"too many indices for {name!r} of shape {shape}: {index}")
-    at = ellipses[0] if ellipses else len(items)
-    full = (slice(None),) * (len(shape) - len(items) + len(ellipses))
-    start, stop, rest = [], [], list[Any]()
-    for dim, item in enumerate((*items[:at], *full, *items[at + 1 :])):
-        where, positions = f"{name!r} of shape {shape}, dim {dim}", range(shape[dim])
-        if isinstance(item, slice):
-            part = positions[item]
-            if part.step < 0:
-                raise IndexError(f"{where}: steps must be positive, got {item}")
-            low, high = part.start, max(part.start, part.stop)
-            rest.append(slice(None, None, part.step))
-        elif type(item) is int:
-            if not -len(positions) <= item < len(positions):
-                raise IndexError(f"{where}: {item} is out of range")
-            low, high = positions[item], positions[item] + 1
-            rest.append(0)
-        else:
-            raise IndexError(f"{where}: only integers, slices and ... are supported, got {item!r}")
-        start.append(low)
-        stop.append(high)
-    return Box(tuple(start), tuple(stop)), tuple(rest)
-
 
 _MAX_SUGGESTIONS = 3
 _ROLES = ("model", "optimizer", "trainer", "frozen", "peft", "huggingface")
@@ -116,6 +67,8 @@ def metadata(
 ) -> Metadata:
     """Return the description of a checkpoint. Reads its root index and, with ``values``, its documents; no torch.
 
+    Waits for the asynchronous saves of this process.
+
     Args:
         path: a checkpoint of this package, or its URL; or a checkpoint of torch.distributed.checkpoint, a Hugging Face
             directory, a safetensors file or a file of ``torch.save``, which need torch and have no checksums.
@@ -126,11 +79,19 @@ def metadata(
     Raises:
         CheckpointNotFoundError: describes the content of the path, and suggests another one.
     """
-    with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        description = checkpoint.metadata
-        if not values:
-            return description
-        return replace(description, values={name: ValueInfo.of(value) for name, value in checkpoint.entries().items()})
+    drain_all()
+    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    source, _ = open_source(file_path(path), storage)
+    with closing(source):
+        stored, root = _stored_tensors(source), source.root
+        tensors = {
+            name: TensorInfo(spec.dtype, spec.shape, bytes_in(spec.shape, spec.dtype))
+            for name, (_, _, spec) in stored.items()
+        }
+        found = {name: ValueInfo.of(value) for name, value in _entries(source, stored).items()} if values else None
+        if root is None:
+            return Metadata(tensors, values=found)
+        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software, found)
 
 
 def load_keys(
@@ -159,155 +120,75 @@ def load_keys(
     """
     if isinstance(keys, str):
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
-    names = list(keys)
-    with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        others = [name for name in dict.fromkeys(names) if name not in checkpoint]
-        entries = checkpoint.entries(others) if others else {}
-        missing = [_describe_missing(name, [*checkpoint, *entries]) for name in others if name not in entries]
+    import torch  # imported here, since names and shapes don't need it
+
+    from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+    from lightning_shardckpt.state.json_tree import decode_small
+    from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+
+    drain_all()
+    names, storage = list(keys), StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    source, _ = open_source(file_path(path), storage, verify=verify)
+    with closing(source):
+        stored = _stored_tensors(source)
+        others = [name for name in dict.fromkeys(names) if name not in stored]
+        entries = _entries(source, stored, others) if others else {}
+        missing = [_describe_missing(name, [*stored, *entries]) for name in others if name not in entries]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
-        for key in names:
-            yield key, checkpoint[key][...] if key in checkpoint else _decoded(entries[key])
+        for name in names:
+            if name in entries:
+                yield name, decode_small(entries[name])
+                continue
+            component, key, spec = stored[name]
+            source.checked_shape(component, key)
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+            read_targets(source, [ReadTarget(component, key, tensor)])
+            yield name, tensor
 
 
-def open(
-    path: str | os.PathLike[str],
-    *,
-    verify: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
-    pre_download: str | os.PathLike[str] | None = None,
-) -> OpenCheckpoint:
-    """Open a checkpoint as a mapping from names to lazy tensors, which are read when they are sliced.
+class _Stored(NamedTuple):
+    component: str
+    key: str
+    spec: TensorSpec
 
-    Close it after use, or use it as a context manager. Waits for the asynchronous saves of this process.
 
-    Args:
-        path: the checkpoint; see ``metadata``.
-        verify: compare checksums, if the format has them. Reads the whole of every block that a slice touches.
-        storage_options: options for URLs; see ``ShardCkptIO``.
-        pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
+def _stored_tensors(source: Source) -> dict[str, _Stored]:
+    """Return the tensors of a checkpoint under all their names, the model's first."""
+    stored, components = dict[str, _Stored](), source.components()
+    for component in filter(components.__contains__, COMPONENTS):
+        tensors, prefix = components[component], "" if component == "model" else f"{component}/"
+        for name, key in {**{key: key for key in tensors.tensors}, **tensors.aliases}.items():
+            # on a collision, the model's name wins
+            stored.setdefault(prefix + name, _Stored(component, key, tensors.tensors[key]))
+    return stored
 
-    Raises:
-        CheckpointNotFoundError: describes the content of the path, and suggests another one.
+
+def _entries(
+    source: Source, stored: Mapping[str, object], names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return the values of documents by name, as tagged JSON, except under names of tensors.
+
+    With ``names``, only documents that may contain one of them are read.
     """
-    drain_all()
-    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    return OpenCheckpoint(file_path(path), verify, storage)
+    documents = source.root.documents if source.root is not None else ()
+    ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
+    entries: dict[str, Any] = {}
+    for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
+        if names is None or any(_may_have(role, rank, name) for name in names):
+            for name, value in entries_of(role, _document(source, role, rank), rank).items():
+                if name not in stored:
+                    entries.setdefault(name, value)
+    return entries
 
 
-class LazyTensor:
-    """A stored tensor with a known dtype and shape, whose values are read by slicing. See ``OpenCheckpoint``."""
+def _document(source: Source, role: str, rank: int) -> Any:
+    if source.root is not None or role != "trainer":
+        return source.document(role, rank)
+    from lightning_shardckpt.state.json_tree import Encoder, refuse_tensor  # other formats have imported torch
 
-    def __init__(self, source: Source, name: str, component: str, key: str, spec: TensorSpec) -> None:
-        self.name, self.dtype, self.shape = name, spec.dtype, spec.shape
-        self._source, self._component, self._key = source, component, key
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole tensor in bytes."""
-        return bytes_in(self.shape, self.dtype)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(f"{self.name!r} has no dims, so it has no length")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a slice, and return it as a new tensor on the CPU. Reads only the blocks that the slice touches.
-
-        Args:
-            index: integers, slices with positive steps, and at most one ``...``, as for a tensor; ``[...]`` reads all.
-
-        Raises:
-            IndexError: if the index is out of range or not supported.
-            CorruptionError: naming file, tensor and rank.
-        """
-        import torch  # imported here, since names and shapes don't need it
-
-        from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-
-        box, rest = sliced_box(index, self.shape, self.name)
-        if box.numel:
-            self._source.checked_shape(self._component, self._key)
-        part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
-        read_targets(self._source, [ReadTarget(self._component, self._key, part, box=box)])
-        return part[rest]
-
-
-class OpenCheckpoint(Mapping[str, LazyTensor]):
-    """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
-
-    def __init__(self, path: str, verify: bool, storage: Storage) -> None:
-        self.path = path
-        self._source, _ = open_source(path, storage, verify=verify)
-        self._tensors: dict[str, LazyTensor] = {}
-        components = self._source.components()
-        for component in filter(components.__contains__, COMPONENTS):
-            stored, prefix = components[component], "" if component == "model" else f"{component}/"
-            for name, key in {**dict(zip(stored.tensors, stored.tensors, strict=True)), **stored.aliases}.items():
-                tensor = LazyTensor(self._source, prefix + name, component, key, stored.tensors[key])
-                self._tensors.setdefault(prefix + name, tensor)  # on a collision, the model's name wins
-
-    @property
-    def metadata(self) -> Metadata:
-        """The description of the checkpoint, without ``values``."""
-        tensors, root = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}, self._source.root
-        if root is None:
-            return Metadata(tensors)
-        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
-
-    def entries(self, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the values of documents by name, as tagged JSON.
-
-        With ``names``, only documents that may contain one of them are read.
-        """
-        documents = self._source.root.documents if self._source.root is not None else ()
-        ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
-        entries: dict[str, Any] = {}
-        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
-            if names is None or any(_may_have(role, rank, name) for name in names):
-                for name, value in entries_of(role, self._document(role, rank), rank).items():
-                    if name not in self._tensors:  # a tensor's name takes precedence
-                        entries.setdefault(name, value)
-        return entries
-
-    def _document(self, role: str, rank: int) -> Any:
-        if self._source.root is not None or role != "trainer":
-            return self._source.document(role, rank)
-        from lightning_shardckpt.state.json_tree import Encoder, refuse_tensor  # other formats have imported torch
-
-        # whose trainer's state has no separate tensors
-        return Encoder(droppable=("",), inline_bytes=None).encode(self._source.trainer(refuse_tensor))
-
-    def close(self) -> None:
-        """Close all files."""
-        self._source.close()
-
-    def __enter__(self) -> OpenCheckpoint:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        if name not in self._tensors:
-            raise KeyError(f"{self.path!r} does not have {_describe_missing(name, self)}")
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    # whose trainer's state has no separate tensors
+    return Encoder(droppable=("",), inline_bytes=None).encode(source.trainer(refuse_tensor))
 
 
 def _may_have(role: str, rank: int, name: str) -> bool:
@@ -316,12 +197,6 @@ def _may_have(role: str, rank: int, name: str) -> bool:
     if role == "rank":
         return start == role and rest.partition("/")[0] == str(rank)
     return start == role if start in _PREFIXES else role not in _PREFIXES
-
-
-def _decoded(value: Any) -> Any:
-    from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
-
-    return decode_small(value)
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:

@@ -39,9 +39,9 @@ from lightning_shardckpt.compat.lightning_trainer import (
     gather_metrics_over,
     keep_order_of_training,
     refuse_averaging_of_modules,
+    refuse_stored_metrics,
     set_device,
     set_device_mesh,
-    sync_stored_metrics,
     syncs_batch_norms,
     wrap_actions,
 )
@@ -210,6 +210,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._undo_setup.callback(keep_order_of_training(trainer))
         if fitting and self.topology.pipeline > 1:
             refuse_averaging_of_modules(trainer)
+        if self.topology.data_parallel > 1:
+            refuse_stored_metrics(self._module)
         reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
@@ -460,10 +462,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.reshard()
         if self.sharded.pipeline is not None:
             self.sharded.pipeline.absent.check_data()
-        is_shared = self.topology.data_parallel > 1 and not self._is_alone
-        syncs = is_shared and not self._checkpoints.answers_alone
-        with sync_stored_metrics(self._module) if syncs else nullcontext():
-            return live_state_dict(self._module)
+        return live_state_dict(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

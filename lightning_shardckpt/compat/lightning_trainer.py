@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
-from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import show_samplers
@@ -283,51 +281,15 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
     return undo
 
 
-def stored_metrics(module: nn.Module) -> list[Metric]:
-    """Return the metrics of a module whose states are in its state dict."""
-    return [one for one in module.modules() if isinstance(one, Metric) and one.state_dict()]
-
-
-@contextmanager
-def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
-    """Inside, metrics with states in the state dict have the states of all data-parallel ranks.
-
-    Collective: every rank of the world must enter it. Relies on ``Metric._reductions``.
+def refuse_stored_metrics(module: nn.Module) -> None:
+    """Refuse metrics whose states are saved with their module, since each data-parallel rank has states of its own.
 
     Raises:
-        UnsupportedCodeError: for a state without ``dist_reduce_fx``, which ranks can't make one.
+        UnsupportedCodeError: naming the metric.
     """
-    stored = stored_metrics(module)
-    for one in stored:
-        for name, state in one.metric_state.items():
-            if one._reductions[name] is None and not isinstance(state, list):
-                raise UnsupportedCodeError(
-                    f"{name} of {type(one).__name__} is saved with the model (persistent(True)), but has no "
-                    "dist_reduce_fx, so the states of several data-parallel ranks can't be joined: use "
-                    "metric.persistent(False), and save its result"
-                )
-    with ExitStack() as synced:
-        for one in stored:
-            lists = [name for name, state in one.metric_state.items() if isinstance(state, list)]
-            synced.enter_context(one.sync_context(dist_sync_fn=one.dist_sync_fn))
-            for name in lists:
-                if isinstance(state := getattr(one, name), Tensor):
-                    setattr(one, name, [state])  # as an update expects it
-        yield
-
-
-@contextmanager
-def reset_loaded_metrics(module: nn.Module) -> Iterator[None]:
-    """Reset the states of metrics that are loaded inside, unless they are averaged over ranks.
-
-    A sum over data-parallel ranks then counts the state that the first of them has loaded once. States that the load
-    leaves out stay. Relies on ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
-    """
-    before = [(one, one.metric_state) for one in stored_metrics(module)]
-    yield
-    for one, states in before:
-        empty = deepcopy(one)
-        empty.reset()
-        for name, state in states.items():
-            if getattr(one, name) is not state and one._reductions[name] is not dim_zero_mean:
-                setattr(one, name, getattr(empty, name))
+    for name, one in module.named_modules():
+        if isinstance(one, Metric) and one.state_dict():
+            raise UnsupportedCodeError(
+                f"the state of {name or type(one).__name__} is saved with the model (persistent(True)), but each "
+                "data-parallel rank has the state of its own batches: use metric.persistent(False), and save its result"
+            )

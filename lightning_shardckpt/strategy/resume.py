@@ -7,7 +7,7 @@ of its epoch, and that is saved instead. Effects of user code at the end of the 
 are not undone.
 
 Lightning begins loaders when it prepares them, which may be before a checkpoint is loaded. In a run that resumes they
-are empty until training starts: then ``ResumePoint`` restores loops, loaders and random state, in this order.
+are empty until training starts: then ``resume_training`` restores loops, loaders and random state, in this order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import BatchSampler
 
 from lightning_shardckpt.compat.data_loading import sampler_of
 from lightning_shardckpt.compat.lightning_loops import (
@@ -57,18 +56,11 @@ from lightning_shardckpt.strategy.lightning_module import list_trainable, resume
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
 _INEXACT = (
-    "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "
-    "this epoch may come twice or not at all: {reasons}. Resume from the end of an epoch, or with the data and the "
-    "number of data-parallel ranks of the run that saved. With Lightning's or torch's DistributedSampler the order "
-    "continues on any number of ranks."
-)
-_RANDOM = (
-    "{kind} draws from the random generators of the training process, as steps do between batches, so it may choose or "
-    "change other samples. Use workers, or a generator of its own that is seeded in __iter__"
-)
-_NO_STATE = (
-    "{kind} has a state of its own, which can't be restored: {reason}. It begins anew, so samples may come twice or "
-    "not at all. Resume on as many data-parallel ranks as the run that saved, with the same kinds of loaders."
+    "the order of the data can't be continued exactly by {loaders}, so samples of this epoch may come twice or not at "
+    "all. (The number of data-parallel ranks was {before}, and is {now}.) Resume from the end of an epoch, or with the "
+    "data, the kinds of loaders and samplers, and the number of data-parallel ranks of the run that saved; with "
+    "Lightning's or torch's DistributedSampler, any number will do. Loaders must not draw from the random generators "
+    "of the training process between batches: use workers, or a generator of their own that is seeded in __iter__."
 )
 
 
@@ -256,8 +248,7 @@ def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, s
         if isinstance(loader, StatefulLoader):
             resume_state(loader, position if same_ranks and _has_state(position) else None, is_over=is_over)
         elif isinstance(loader, ResumableLoader):
-            fitting = None if _has_state(position) else position
-            loader.resume(fitting, is_over=is_over, same_ranks=same_ranks)
+            loader.resume(None if _has_state(position) else position, is_over=is_over, same_ranks=same_ranks)
     return any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)
 
 
@@ -266,160 +257,94 @@ def _has_state(position: Any) -> bool:
     return position is not None and "state" in position
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The position from which a run resumes.
+def resume_training(
+    trainer: pl.Trainer, checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any], share: DataShare
+) -> tuple[Callable[[], None], bool]:
+    """Restore loops, loaders and random state when training starts.
 
-    Attributes:
-        rng: the states of the random number generators at the save.
-        positions: of the loaders; None for a loader without one.
-        trained: as in `Position`.
-        batches: the number of used batches of the interrupted epoch; None if it is over.
-        epoch: Lightning's counters of epochs.
-        validates: whether the run starts with the rest of an interrupted validation.
-        saved: the share of the rank that saved.
-        share: the share of this rank.
+    Args:
+        trainer: with the loops that have loaded their state.
+        checkpoint: Lightning's dict, after hooks had an opportunity to change it.
+        rank_state: the state of the rank that saved, from `Position`.
+        share: of this rank.
+
+    Returns:
+        The undo, and whether the run starts with the rest of an interrupted validation.
+
+    Raises:
+        MismatchError: for another global batch in the middle of an epoch.
     """
-
-    rng: Mapping[str, Any]
-    positions: list[Any]
-    trained: frozenset[str]
-    batches: int | None
-    epoch: Mapping[str, int]
-    validates: bool
-    saved: DataShare
-    share: DataShare
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any], share: DataShare) -> ResumePoint:
-        """Return the position in a checkpoint, after hooks had an opportunity to change it.
-
-        Args:
-            checkpoint: Lightning's dict.
-            rank_state: the state of the rank that saved, from `Position`.
-            share: of this rank.
-        """
-        loops = checkpoint.get("loops")
-        return cls(
-            rank_state["rng"],
-            rank_state["positions"],
-            frozenset(rank_state.get("trained", ())),
-            None if loops is None else batches_done(loops),
-            dict.fromkeys(_EPOCH, 0) if loops is None else loops["fit_loop"]["epoch_progress"]["current"],
-            loops is not None and is_validation_interrupted(loops["fit_loop"]),
-            DataShare(**rank_state["place"]),
-            share,
-        )
-
-    @property
-    def same_data(self) -> bool:
-        """True if this rank has the data of the rank that saved."""
-        return self.saved.data_size == self.share.data_size
-
-    @property
-    def sizes(self) -> str:
-        """A sentence with the numbers of data-parallel ranks."""
-        return f"the number of data-parallel ranks was {self.saved.data_size}, and is {self.share.data_size}"
-
-    def resume_training(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Restore loops, loaders and random state when training starts; return the undo.
-
-        Args:
-            trainer: with the loops that have loaded their state.
-
-        Raises:
-            MismatchError: for another global batch in the middle of an epoch.
-        """
-        undo, has_ended = ExitStack(), self.epoch["processed"] >= self.epoch["started"]
-        limit = trainer.fit_loop.max_batches  # of this run
-        is_over = self.epoch["started"] > 0 and (self.batches is None or self.batches >= limit)
-        unfreeze(trainer, self.trained)
-        if self.batches:
-            resume_epoch_callbacks(trainer)
-        undo.callback(resume_validation(trainer) if self.validates else skip_validation_without_draws(trainer))
-        self._tell_missing(trainer, is_over=is_over)
-        for sampler in map(sampler_of, train_loaders(trainer)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch["processed"])
-        can_begin = start_loaders(
-            trainer, self.positions, is_over=is_over or self.batches is None, same_ranks=self.same_data
-        )
-        set_rng_state(self.rng)
-        if not is_over and can_begin:
-            with preserve_rng() if self.positions else nullcontext():  # they had begun before the save
-                begin_loaders(trainer)
-        elif is_over and (has_ended or not self.validates):
-            begin_next_epoch(trainer, self.epoch["started"], ended=has_ended)
-        if self.share.data_rank >= self.saved.data_size:  # more ranks than before must not draw the same numbers
-            reseed_by_rank(self.share.data_rank)
-        return undo.close
-
-    def _tell_missing(self, trainer: pl.Trainer, *, is_over: bool) -> None:
-        """Warn of what the resumed run does not continue exactly.
-
-        Raises:
-            MismatchError: for another global batch in the middle of an epoch.
-        """
-        loaders = train_loaders(trainer)
-        for loader, position in zip(loaders, self.positions, strict=False):
-            has_fitting = self.same_data and _has_state(position)
-            if isinstance(loader, StatefulLoader) and self.epoch["started"] > 0 and not has_fitting:
-                reason = self.sizes if _has_state(position) else "none was saved"
-                rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
-        if is_over or not self.batches:
-            return
-        reasons: list[str | None] = [f"there were {len(self.positions)} dataloaders, and are {len(loaders)}"]
-        if len(self.positions) == len(loaders):
-            reasons = [self._reason(*pair) for pair in zip(loaders, self.positions, strict=True)]
-        if told := [reason for reason in reasons if reason is not None]:
-            rank_zero_warn(_INEXACT.format(batches=self.batches, reasons="; ".join(told)))
-
-    def _reason(self, loader: Any, position: Any) -> str | None:
-        """Return why a loader can't continue an epoch exactly; None if it can.
-
-        Raises:
-            MismatchError: for another global batch.
-        """
-        kind, random = type(loader).__name__, position is not None and position.get("draws_random_numbers")
-        if isinstance(loader, StatefulLoader):
-            return _RANDOM.format(kind=kind) if self.same_data and _has_state(position) and random else None
-        if not isinstance(loader, ResumableLoader) or position is None or _has_state(position):
-            return f"{kind} is another kind of loader than in the run that saved, or has no state that can be saved"
-        self._refuse_other_batches(position["batch_size"], loader.samples_of_batch)
-        if position["samples"] != loader.samples:
-            change = f"samples of a DataLoader was {position['samples']}, and is {loader.samples}"
-            return change if self.same_data else f"{self.sizes}, and {change}"
-        if loader.global_batches() is not None:
-            return None if "order" in position else "another kind of sampler drew its order"
-        if not self.same_data:
-            return f"{self.sizes}, and {_explain_order(loader)}"
-        if position.get("epoch_start") is None:
-            return "another kind of sampler drew its order, or none yet"
-        return _RANDOM.format(kind=type(loader.dataset).__name__) if random else None
-
-    def _refuse_other_batches(self, saved: int | None, current: int | None) -> None:
-        """Raise a MismatchError if the global batch differs, if it is known for both runs."""
-        if saved is None or current is None:
-            return
-        before, now = saved * self.saved.data_size, current * self.share.data_size
-        if before != now:
-            raise MismatchError(
-                f"cannot resume after {self.batches} batches of an epoch with another global batch: it had {before} "
-                f"samples (batch_size {saved} on {self.saved.data_size} data-parallel ranks), and has {now} "
-                f"({current} on {self.share.data_size}). Finish the epoch with the same global batch, or resume from a "
-                "checkpoint of an epoch's end"
-            )
+    saved, positions, loops = DataShare(**rank_state["place"]), rank_state["positions"], checkpoint.get("loops")
+    batches = None if loops is None else batches_done(loops)  # of the interrupted epoch; None if it is over
+    epoch = dict.fromkeys(_EPOCH, 0) if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
+    validates = loops is not None and is_validation_interrupted(loops["fit_loop"])
+    has_begun, has_ended = epoch["started"] > 0, epoch["processed"] >= epoch["started"]
+    is_over = has_begun and (batches is None or batches >= trainer.fit_loop.max_batches)  # of this run
+    undo, same_data = ExitStack(), saved.data_size == share.data_size
+    unfreeze(trainer, rank_state.get("trained", ()))
+    if batches:
+        resume_epoch_callbacks(trainer)
+    undo.callback(resume_validation(trainer) if validates else skip_validation_without_draws(trainer))
+    loaders = train_loaders(trainer)
+    if batches and not is_over:
+        for loader, position in zip(loaders, positions, strict=False):
+            _refuse_other_batches(loader, position, saved, share)
+        inexact = [] if len(loaders) == len(positions) else ["another number of loaders"]
+        pairs = zip(loaders, positions, strict=False)
+        inexact += [_name(loader) for loader, position in pairs if not _is_exact(loader, position, same_data)]
+    else:  # only loaders with their own state begin an epoch from what was before it
+        known = [same_data and _has_state(position) for position in positions]
+        begun = zip(loaders, known, strict=False) if has_begun else ()
+        inexact = [_name(loader) for loader, is_known in begun if isinstance(loader, StatefulLoader) and not is_known]
+    if inexact:
+        told = {"loaders": ", ".join(inexact), "before": saved.data_size, "now": share.data_size}
+        rank_zero_warn(_INEXACT.format(**told))
+    for sampler in map(sampler_of, loaders):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch["processed"])
+    can_begin = start_loaders(trainer, positions, is_over=is_over or batches is None, same_ranks=same_data)
+    set_rng_state(rank_state["rng"])
+    if not is_over and can_begin:
+        with preserve_rng() if positions else nullcontext():  # they had begun before the save
+            begin_loaders(trainer)
+    elif is_over and (has_ended or not validates):
+        begin_next_epoch(trainer, epoch["started"], ended=has_ended)
+    if share.data_rank >= saved.data_size:  # more ranks than before must not draw the same numbers
+        reseed_by_rank(share.data_rank)
+    return undo.close, validates
 
 
 _EPOCH = ("ready", "started", "processed", "completed")
 
 
-def _explain_order(loader: ResumableLoader) -> str:
-    """Return the reason why another number of ranks can't continue the order of this loader."""
-    if loader.is_stream:
-        return (
-            f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank skips as many batches as a "
-            "rank used: exact if ranks take turns, else not"
+def _name(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + ("" if dataset is None else f" of {type(dataset).__name__}")
+
+
+def _is_exact(loader: object, position: Any, same_data: bool) -> bool:
+    """Return whether a loader can continue an epoch exactly from a position of the run that saved."""
+    if position is None:
+        return False
+    draws = position.get("draws_random_numbers")
+    if isinstance(loader, StatefulLoader):
+        return same_data and _has_state(position) and not draws
+    if not isinstance(loader, ResumableLoader) or _has_state(position) or position["samples"] != loader.samples:
+        return False
+    if loader.global_batches() is not None:
+        return "order" in position
+    return same_data and position.get("epoch_start") is not None and not draws
+
+
+def _refuse_other_batches(loader: object, position: Any, saved: DataShare, share: DataShare) -> None:
+    """Raise a MismatchError if the global batch differs, if it is known for both runs."""
+    if not isinstance(loader, ResumableLoader) or position is None or _has_state(position):
+        return
+    before, now = position["batch_size"], loader.samples_of_batch
+    if before is not None and now is not None and before * saved.data_size != now * share.data_size:
+        raise MismatchError(
+            f"cannot resume in the middle of an epoch with another global batch: it had {before * saved.data_size} "
+            f"samples (batch_size {before} on {saved.data_size} data-parallel ranks), and has {now * share.data_size} "
+            f"({now} on {share.data_size}). Finish the epoch with the same global batch, or resume from a checkpoint "
+            "of an epoch's end"
         )
-    sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-    return f"the order of {type(sampler or loader.sampler).__name__} over all ranks is not known"

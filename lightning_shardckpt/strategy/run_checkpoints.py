@@ -13,19 +13,19 @@ neither wait for the other ranks nor hide the exception.
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.describe import RANK_STATE
@@ -44,9 +45,7 @@ from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_las
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     receive_sigterm,
-    reset_loaded_metrics,
     restore_modules_and_callbacks,
-    stored_metrics,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
@@ -60,10 +59,10 @@ from lightning_shardckpt.strategy.lightning_module import keep_param_groups, res
 from lightning_shardckpt.strategy.resume import (
     DataShare,
     Position,
-    ResumePoint,
     StopPosition,
     batches_done,
     prepare_loader,
+    resume_training,
     start_loaders,
 )
 from lightning_shardckpt.system.memory import gc_paused
@@ -72,10 +71,6 @@ from lightning_shardckpt.system.text import count_text
 
 _CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
-_OPTIMIZERS_LOADED = (
-    "on_load_checkpoint reads or changes optimizer_states, but ShardedStrategy has loaded the optimizers already. "
-    "Change the optimizer itself in on_train_start"
-)
 
 
 class Preemption:
@@ -118,81 +113,64 @@ class Ending(Enum):
     LEFT = auto()  # all hooks after the exception are done
 
 
-def save_after_exception(
-    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, agree_within_s: float
-) -> Ending:
-    """Save if all ranks have an exception; else, or if the save fails, only warn.
+class _LoadedStates(Sequence[Any]):
+    """Stands for ``optimizer_states`` in the dict of ``on_load_checkpoint`` hooks, which run after the load."""
 
-    Collective for the ranks with an exception.
+    def __getitem__(self, index: Any) -> NoReturn:
+        self.refuse()
 
-    Args:
-        ranks: the ranks that save together.
-        save: writes the checkpoint.
-        wait: waits for asynchronous saves; called before and after the save, since the process may end.
-        agreed: True if all ranks are known to have the exception, as for a signal; else they must agree.
-        agree_within_s: the timeout of this agreement.
-    """
-    try:
-        if not agreed:
-            ranks.step("agreeing on a last checkpoint", lambda: None, lambda _: None, timeout_s=agree_within_s)
-        try:
-            wait()
-        except Exception as error:  # on all ranks; the last checkpoint must be saved anyway
-            warnings.warn(f"before the exception, a save had failed: {error}", stacklevel=2)
-        save()
-        wait()
-    except Exception as error:
-        warnings.warn(f"no checkpoint was saved after the exception: {error}", stacklevel=2)
-        return Ending.ALONE
-    return Ending.TOGETHER
+    def __len__(self) -> NoReturn:
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise a StateError."""
+        raise StateError(
+            "on_load_checkpoint reads or changes optimizer_states, but ShardedStrategy has loaded the optimizers "
+            "already. Change the optimizer itself in on_train_start"
+        )
 
 
-class LoadedOptimizers(Sequence[Any]):
-    """Stands for ``optimizer_states`` in the dict of ``on_load_checkpoint`` hooks, which run after the load.
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A load of a checkpoint, which Lightning's later calls finish.
 
-    Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
-
-    Args:
-        optimizers: all of the run.
-        names: FQN by ``id`` of their parameters.
-        settings: the hyper-parameters that were loaded: optimizer, param group and key.
+    Attributes:
+        path: of the checkpoint.
+        modules: the module, whose own code may have to load entries.
+        optimizers: of a fit; None for another run.
+        settings: the loaded hyper-parameters by optimizer, param group and key.
+        with_state: the parameters with state by FQN, of each optimizer.
+        states: stands for the states of the optimizers.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], settings: set[tuple[int, int, str]]
-    ) -> None:
-        self._optimizers, self._names = optimizers, names
-        groups = [copy.deepcopy([{**g, "params": []} for g in one.param_groups]) for one in optimizers]
-        self._settings = {(n, i, key): groups[n][i][key] for n, i, key in settings}
-        self._with_state: list[list[Any]] = [[p for p in one.state if id(p) in names] for one in optimizers]
+    path: str
+    modules: LoadedModules
+    optimizers: Sequence[Optimizer] | None
+    settings: Mapping[tuple[int, int, str], Any]
+    with_state: list[dict[str, Tensor]]
+    states: _LoadedStates
 
-    def __getitem__(self, index: Any) -> Any:
-        raise StateError(_OPTIMIZERS_LOADED)
+    def finish_optimizers(self, states: object) -> None:
+        """Set the hyper-parameters that were loaded again.
 
-    def __len__(self) -> int:
-        raise StateError(_OPTIMIZERS_LOADED)
-
-    def finish(self, left: object) -> None:
-        """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
-
-        Args:
-            left: ``optimizer_states`` after the hooks.
+        Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
 
         Raises:
             StateError: if hooks replaced ``optimizer_states``, or parameters that have state.
         """
-        if left is not self:
-            raise StateError(_OPTIMIZERS_LOADED)
-        for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
+        if states is not self.states:
+            self.states.refuse()
+        for optimizer, parameters in zip(self.optimizers or (), self.with_state, strict=True):
             present = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if lost := [self._names[id(p)] for p in parameters if id(p) not in present]:
+            if lost := [name for name, parameter in parameters.items() if id(parameter) not in present]:
                 raise StateError(
                     f"{', '.join(lost[:5])} of {type(optimizer).__name__} had state in the checkpoint, but was taken "
                     "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
                     "before: in __init__, setup or configure_model"
                 )
-        for (number, i, key), value in self._settings.items():
-            self._optimizers[number].param_groups[i][key] = value
+        for (number, group, key), value in self.settings.items():
+            assert self.optimizers is not None
+            self.optimizers[number].param_groups[group][key] = value
 
 
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
@@ -203,16 +181,15 @@ def describe_trainer(checkpoint: dict[str, Any], position: Position, share: Data
         position: the position in training.
         share: this rank's part of the data.
     """
-    checkpoint = dict(checkpoint)
-    loops = checkpoint.get("loops")
-    if loops and position.fit_loop is not None:
-        checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
-        checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
-    if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
-        state = dict(loops["fit_loop"]["state_dict"])
-        del state["combined_loader"]  # the positions of each rank have it
-        checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    return {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
+    checkpoint = {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
+    if loops := checkpoint.get("loops"):
+        fit_loop = dict(position.fit_loop or loops["fit_loop"])
+        if position.fit_loop is not None:
+            checkpoint["epoch"] = fit_loop["epoch_progress"]["current"]["completed"]
+        # the positions of each rank have the state of the loaders
+        fit_loop["state_dict"] = {k: v for k, v in fit_loop["state_dict"].items() if k != "combined_loader"}
+        checkpoint["loops"] = {**loops, "fit_loop": fit_loop}
+    return checkpoint
 
 
 class RunCheckpoints:
@@ -224,7 +201,7 @@ class RunCheckpoints:
         ranks: the ranks that save and load together.
         share: this rank's part of the data.
         stop_position: the position at the end of the last fit.
-        agree_within_s: as in `save_after_exception`.
+        agree_within_s: the timeout of an agreement after an exception that other ranks may not have.
 
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
@@ -245,10 +222,8 @@ class RunCheckpoints:
         self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
         self._share, self._agree_within_s, self._ending = share, agree_within_s, Ending.NONE
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
-        self._modules: LoadedModules | None = None  # loaded, but not finished yet
-        self._optimizers: LoadedOptimizers | None = None
-        self._path = ""  # of the checkpoint that was loaded
-        self._resumes: Callable[[], ResumePoint] | None = None
+        self._loaded: _Loaded | None = None  # until Lightning has finished it
+        self._resume: Callable[[], tuple[Callable[[], None], bool]] | None = None
         self._loaders_wait = False  # for the position to resume from
         self._validation_rng: Mapping[str, Any] | None = None
         if self._is_fit:
@@ -294,7 +269,7 @@ class RunCheckpoints:
             path: of the checkpoint.
             weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
         """
-        trainer, module, self._path = self._trainer, self._trainer.lightning_module, str(path)
+        trainer, module, path = self._trainer, self._trainer.lightning_module, str(path)
         with gc_paused():
             live = live_state_dict(module)
         optimizers = trainer.strategy.optimizers if self._is_fit else None
@@ -311,27 +286,31 @@ class RunCheckpoints:
                 restore_param_groups(trainer, source.trainer(lambda key: torch.empty(0)))
             return source, problems
 
-        loaded = io.load_into(
+        result = io.load_into(
             path,
             replace(targets, fit_source=fit_source),
             strict=module.strict_loading,
             weights_only=self._launcher.weights_only if weights_only is None else weights_only,
             pick_rank=self._share.source_rank,
-            filling=partial(mark_partly_loaded, [module], self._path),
+            filling=partial(mark_partly_loaded, [module], path),
         )
-        self._modules = LoadedModules({"": module}, live, loaded.hooked, io.names)
-        rank_state = loaded.trainer.pop(RANK_STATE)
-        checkpoint = as_trainer_checkpoint(loaded.trainer, self._path, fitting=self._is_fit)
-        checkpoint["state_dict"], checkpoint["optimizer_states"] = self._modules.state_dict(loaded.extra_state), []
+        settings = {}
         if optimizers is not None:
-            self._optimizers = LoadedOptimizers(optimizers, targets.names, loaded.settings)
-            checkpoint["optimizer_states"] = self._optimizers
-        _compare_hyper_parameters(module, checkpoint, self._path, fitting=self._is_fit)
+            settings = {(n, i, key): deepcopy(optimizers[n].param_groups[i][key]) for n, i, key in result.settings}
+        with_state = [{targets.names[id(p)]: p for p in o.state if id(p) in targets.names} for o in optimizers or ()]
+        modules = LoadedModules({"": module}, live, result.hooked, io.names)
+        self._loaded = _Loaded(path, modules, optimizers, settings, with_state, _LoadedStates())
+        rank_state = result.trainer.pop(RANK_STATE)
+        checkpoint = as_trainer_checkpoint(result.trainer, path, fitting=self._is_fit)
+        checkpoint["state_dict"] = modules.state_dict(result.extra_state)
+        checkpoint["optimizer_states"] = [] if optimizers is None else self._loaded.states
+        _compare_hyper_parameters(module, checkpoint, path, fitting=self._is_fit)
         if self._is_fit and rank_state is not None:
             loops = checkpoint.get("loops")
             if loops is not None and batches_done(loops) is not None:
                 repeat_last_batch(loops["fit_loop"])
-            self._resumes = partial(ResumePoint.of, checkpoint, rank_state, self._share)
+            self._resume = partial(resume_training, trainer, checkpoint, rank_state, self._share)
+            self._validation_rng = rank_state["rng"]
         return checkpoint
 
     def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any]) -> None:
@@ -339,16 +318,14 @@ class RunCheckpoints:
 
         Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
-        modules, self._modules = self._modules, None
-        if modules is None:
+        if self._loaded is None:
             return
-        path, live = self._path, modules.live
+        modules, path = self._loaded.modules, self._loaded.path
 
         def load() -> list[str]:
             return modules.load(state_dict, strict=module.strict_loading, keep_parameters=self._is_fit)
 
-        is_first = self._share.data_rank == 0
-        with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
+        with mark_partly_loaded([module], path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
             notes: list[str] = self._ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
@@ -356,35 +333,38 @@ class RunCheckpoints:
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
+            live = modules.live
             state_dict.update(copy_state_dict({name: v for name, v in state_dict.items() if v is live.get(name)}))
+        if self._loaded.optimizers is None:
+            self._loaded = None
 
     @property
     def shows_optimizers(self) -> bool:
         """True if the optimizers of a fit were loaded before its hooks."""
-        return self._optimizers is not None
+        return self._loaded is not None
 
     def finish_optimizers(self, states: object) -> None:
         """Check that hooks have left the optimizers as they were loaded, and set their settings again."""
-        optimizers, self._optimizers = self._optimizers, None
-        if optimizers is not None:
-            optimizers.finish(states)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.finish_optimizers(states)
 
     # --- training ---
 
     def begin_loader(self, loader: object) -> None:
         """Make a training loader resumable. Call it for every loader, before Lightning begins it."""
         if self._trainer.training and self._is_fit:
-            self._loaders_wait = self._resumes is not None or self._will_resume()
+            self._loaders_wait = self._resume is not None or self._will_resume()
             prepare_loader(self._trainer, loader, waits=self._loaders_wait)
 
     def start_training(self) -> Callable[[], None]:
         """Restore the position of the checkpoint, and record that of the run's end; return the undo."""
         undo, trainer = ExitStack(), self._trainer
         undo.callback(self.stop_position.watch(trainer))
-        if self._resumes is not None:
-            point, self._resumes = self._resumes(), None
-            undo.callback(point.resume_training(trainer))
-            self._validation_rng = point.rng if point.validates else None
+        if self._resume is not None:
+            undo_resume, validates = self._resume()
+            undo.callback(undo_resume)
+            self._resume, self._validation_rng = None, self._validation_rng if validates else None
         elif self._loaders_wait:
             start_loaders(trainer, [], is_over=False, same_ranks=False)
             begin_loaders(trainer)
@@ -404,7 +384,7 @@ class RunCheckpoints:
 
         Its loaders begin again, and hooks of its start run again; both may have drawn random numbers.
         """
-        if self._validation_rng is not None:
+        if self._validation_rng is not None and self._resume is None:
             set_rng_state(self._validation_rng)
             self._validation_rng = None
 
@@ -432,22 +412,34 @@ class RunCheckpoints:
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: its load failed, and the module is partly loaded")
             return
         check_loaded([trainer.lightning_module])
-        if self.answers_alone and self._share.data_size > 1 and stored_metrics(trainer.lightning_module):
-            warnings.warn(
-                "no checkpoint was saved after the exception: the states of metrics that are saved with the module "
-                "(persistent(True)) need all ranks, and some may not have the exception",
-                stacklevel=2,
-            )
-            return
         described = describe_trainer(checkpoint, self.stop_position.position(trainer), self._share)
         save = partial(io.save_checkpoint, described, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:
-            agreed = trainer.received_sigterm or self._ending is Ending.TOGETHER
-            self._ending = save_after_exception(
-                self._ranks, save, io.wait, agreed=agreed, agree_within_s=self._agree_within_s
-            )
+            self._save_after_exception(save, io.wait)
+
+    def _save_after_exception(self, save: Callable[[], None], wait: Callable[[], None]) -> None:
+        """Save if all ranks have the exception; else, or if the save fails, only warn.
+
+        Collective for the ranks with an exception. Waits for asynchronous saves before and after, since the process may
+        end.
+        """
+        try:
+            if not self._trainer.received_sigterm and self._ending is not Ending.TOGETHER:
+                phase, within_s = "agreeing on a last checkpoint", self._agree_within_s
+                self._ranks.step(phase, lambda: None, lambda _: None, timeout_s=within_s)
+            try:
+                wait()
+            except Exception as error:  # on all ranks; the last checkpoint must be saved anyway
+                warnings.warn(f"before the exception, a save had failed: {error}", stacklevel=2)
+            save()
+            wait()
+        except Exception as error:
+            warnings.warn(f"no checkpoint was saved after the exception: {error}", stacklevel=2)
+            self._ending = Ending.ALONE
+        else:
+            self._ending = Ending.TOGETHER
 
     @property
     def answers_alone(self) -> bool:

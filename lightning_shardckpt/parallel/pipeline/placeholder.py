@@ -196,7 +196,7 @@ def no_value_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
         return UnsupportedCodeError(
             f"{where}Between steps, hooks and callbacks can read only parameters and gradients that every stage has: "
             "log them from Pipeline(modules=…) that every stage runs, or use pipeline_parallel_size=1. Checkpoints, "
-            "and lightning_shardckpt.open, have the values of all stages."
+            "and lightning_shardckpt.load_keys, have the values of all stages."
         )
     return UnsupportedCodeError(
         f"{where}Every stage runs the step; outside its own layers it knows shapes, not values. Let the code outside "

@@ -243,9 +243,8 @@ def found_by_verify(path: str) -> None:
 
 
 def opened(path: str) -> None:
-    with lightning_shardckpt.open(path) as found:
-        for name in found:
-            found[name][:]
+    for _ in lightning_shardckpt.load_keys(path, lightning_shardckpt.metadata(path).tensors):
+        pass
 
 
 def by_command(*arguments: str) -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -21,7 +21,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
+from torchmetrics import CatMetric, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -47,30 +47,6 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     assert "_prepare_dataloader" not in vars(trainer._data_connector)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
-
-
-class Averaged(Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean", persistent=True)
-
-    def update(self, value: float) -> None:
-        self.value = torch.tensor(value)
-
-    def compute(self) -> torch.Tensor:
-        return self.value
-
-
-def test_states_of_metrics_that_are_loaded_are_reset_but_for_those_that_are_averaged() -> None:
-    metrics: Any = torch.nn.ModuleDict({"stored": SumMetric(), "left out": SumMetric(), "averaged": Averaged()})
-    for metric in metrics.values():
-        metric.persistent(True)
-        metric.update(3.0)
-    with compat.reset_loaded_metrics(metrics):
-        loaded = {"stored.sum_value": torch.tensor(4.0), "averaged.value": torch.tensor(4.0)}
-        metrics.load_state_dict(loaded, strict=False)
-    values = {name: metric.metric_state for name, metric in metrics.items()}
-    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 4}}
 
 
 def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no() -> None:
@@ -165,26 +141,12 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
     assert callback.found[1] == step[1] == []
 
 
-def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_own() -> None:
-    two: Any = {"distributed_available_fn": lambda: True, "dist_sync_fn": lambda state, group=None: [state, state]}
-    module = nn.ModuleList([SumMetric(**two), CatMetric(**two), SumMetric(**two)])
-    total, each, not_stored = cast("list[Any]", list(module))
-    for one in (total, each, not_stored):
-        one.persistent(one is not not_stored)
-        one.update(3.0)
-    with compat.sync_stored_metrics(module):
-        stored = module.state_dict()
-    assert stored["0.sum_value"] == 6 and [value.tolist() for value in stored["1.value"]] == [[3, 3]]
-    assert total.sum_value == 3 and len(each.value) == 1
-    assert list(map(id, compat.stored_metrics(module))) == [id(total), id(each)]
-
-
 def test_what_ranks_cannot_make_one_is_refused() -> None:
-    metric = PearsonCorrCoef()
-    metric.persistent(True)
-    refused = pytest.raises(UnsupportedCodeError, match=r"mean_x of PearsonCorrCoef .* has no dist_reduce_fx")
-    with refused, compat.sync_stored_metrics(nn.ModuleList([metric])):
-        pass
+    module = nn.ModuleList([SumMetric(), CatMetric()])
+    compat.refuse_stored_metrics(module)
+    module[1].persistent(True)  # type: ignore[operator]
+    with pytest.raises(UnsupportedCodeError, match=r"the state of 1 is saved with the model"):
+        compat.refuse_stored_metrics(module)
     compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
     with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import lightning_shardckpt
-from lightning_shardckpt import lazy
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -152,10 +151,6 @@ def test_a_load_survives_what_passes_and_reads_hardly_more_than_it_needs(
     proxy.harm = lambda asked: None
     assert load(storage, url) == FIRST
     assert proxy.sent_bytes <= 1.1 * (4 * LENGTH + 12)
-    proxy.forget()
-    with lazy.OpenCheckpoint(url, True, storage) as found:
-        assert float(found["a"][1_000_000:1_500_000].sum()) == 500_000
-    assert proxy.sent_bytes <= 1.1 * 2_000_000 + 40_000  # indexes and headers
 
 
 READS: dict[str, tuple[Harm, str]] = {
