@@ -22,7 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import FSDP, ShardCkptIO, ShardedStrategy, export_adapters, metadata
+from lightning_shardckpt import FSDP, ShardCkptIO, ShardedStrategy, metadata
+from lightning_shardckpt.consolidate import consolidate
 
 
 class Chat(LightningModule):
@@ -108,7 +109,7 @@ def export(model: str, output: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     newest = max((output / "checkpoints").glob("*.ckpt"), key=lambda path: metadata(path).step or 0)
-    export_adapters(newest, output / "adapter")
+    consolidate(newest, output / "adapter", format="peft")
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     merged = PeftModel.from_pretrained(whole, str(output / "adapter")).merge_and_unload()
     merged.save_pretrained(output / "merged")

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
     from lightning_shardckpt.callbacks import FollowedMetrics
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
-    from lightning_shardckpt.consolidate import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.merging import merge
@@ -36,7 +35,6 @@ __all__ = [
     "load_keys",
     "metadata",
     "full_state_dict",
-    "export_adapters",
     "merge",
 ]
 
@@ -50,7 +48,6 @@ _HOMES = {
     **dict.fromkeys(("load_keys", "metadata"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
     "full_state_dict": "parallel.tensors.values",
-    "export_adapters": "consolidate",
     "merge": "merging",
 }
 register_strategies()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import lightning
 import torch
@@ -62,24 +62,7 @@ _WITHOUT_STRATEGY = (
 )
 
 
-class PickleByArguments:
-    """Base class whose copies and pickles repeat the constructor call: the state of a run belongs to its process."""
-
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Record the arguments."""
-        self = super().__new__(cls)
-        self.__dict__["_arguments"] = args, kwargs
-        return self
-
-    def __reduce__(self) -> Any:
-        """Return the constructor call."""
-        args, kwargs = self._arguments
-        return partial(type(self), *args, **kwargs), ()
-
-
-class ShardCkptIO(PickleByArguments, CheckpointIO):
+class ShardCkptIO(CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
     With ``ShardedStrategy`` every rank writes its own slices. With the strategies of Lightning and Fabric that call a

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_sa
 from lightning_shardckpt.export.whole_files import Export, Format, Options, Split, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.open_source import describe_path, did_you_mean, open_checkpoint, open_source
-from lightning_shardckpt.sources.source import Source, sharded_source
+from lightning_shardckpt.sources.open_source import describe_path, did_you_mean, open_source
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
 from lightning_shardckpt.storage.temporaries import output_directory, output_file
 from lightning_shardckpt.system.text import progress, size_text
@@ -64,8 +64,9 @@ def consolidate(
             for a safetensors file; for a checkpoint at a URL, in the current directory.
         format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
             optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
-            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only (see
-            ``export_adapters``). By default "safetensors" if ``output_file`` ends in ``.safetensors``, else "torch".
+            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only: the
+            adapter "default", and others in folders with their names, as PEFT's ``save_pretrained`` writes them. By
+            default "safetensors" if ``output_file`` ends in ``.safetensors``, else "torch".
         split: "one_file", "one_file_per_tensor" or "chunks" (several files with an index). By default "chunks" for
             transformers, which is one file if all tensors fit, else "one_file".
         size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
@@ -99,47 +100,6 @@ def consolidate(
     )
     drain_all()
     return write_export(checkpoint_folder, output_file, options, storage_options=storage_options)
-
-
-def export_adapters(
-    checkpoint_folder: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    adapter: str | None = None,
-    prefix: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> list[Path]:
-    """Write adapters of a checkpoint in PEFT's layout.
-
-    As with PEFT's ``save_pretrained``, the adapter "default" is written to ``output`` itself, and others to folders
-    with their names below it; if ``adapter`` is given, it is written to ``output``. The output appears when it is
-    complete. Memory does not grow with the size of the adapters; neither torch nor PEFT is needed.
-
-    Args:
-        checkpoint_folder: a checkpoint of this package, with or without the base model.
-        output: a folder that does not exist or is empty.
-        adapter: the name of the adapter to write; all by default.
-        prefix: the prefix of the model's names, such as "model.", if several models have adapters.
-        storage_options: options for URLs; see ``ShardCkptIO``.
-
-    Returns:
-        The folder of each adapter.
-
-    Raises:
-        CheckpointNotFoundError: if the folder is not a checkpoint.
-        FormatError: if the checkpoint has no such adapter, or only a part of it.
-        FileExistsError: if ``output`` is not empty.
-        CorruptionError: naming file, tensor and rank of corrupted data.
-    """
-    output = file_path(output)
-    check_local(output)
-    with open_checkpoint(file_path(checkpoint_folder), storage_options=storage_options) as checkpoint:
-        stored = sharded_source(checkpoint, for_export=True)
-        export = plan_adapters(stored, adapter=adapter, prefix=prefix)
-        if os.path.lexists(output) and not (os.path.isdir(output) and not os.listdir(output)):
-            raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
-        _write(stored, export, output, Options(format="peft"), lambda folder: not os.listdir(folder))
-    return [Path(output, file.name).parent for file in export.files]
 
 
 def format_of(output_file: str | os.PathLike[str] | None, format: Format | None) -> Format:
@@ -197,8 +157,7 @@ def write_export(
                 raise
             raise CheckpointNotFoundError(_describe_problem(Path(checkpoint_folder))) from None
         _check_output(output, None if is_url(where) else folder, options)
-        may_replace = is_replaceable if options.overwrite else lambda path: False
-        _write(stored, _plan(stored, options), output, options, may_replace, tuning)
+        _write(stored, _plan(stored, options), output, options, tuning)
         if options.format != "peft":
             _warn_of_frozen(where, stored)
     return Path(output)
@@ -235,20 +194,14 @@ def _plan(stored: Source, options: Options) -> Export:
     return plan_torch(stored, options)
 
 
-def _write(
-    stored: Source,
-    export: Export,
-    output: str,
-    options: Options,
-    may_replace: Callable[[str], bool],
-    tuning: Tuning = TUNING,
-) -> None:
+def _write(stored: Source, export: Export, output: str, options: Options, tuning: Tuning) -> None:
     """Write an export to the file or directory ``output``, and tell the user its notes."""
     with progress(export.nbytes) as (advance, _), ExitStack() as stack:
         if options.is_file:
             file, notes = stack.enter_context(output_file(output, overwrite=options.overwrite))
             write(stored, export, lambda name: nullcontext(file), advance, tuning=tuning)
         else:
+            may_replace = is_replaceable if options.overwrite else lambda path: False
             create, notes = stack.enter_context(output_directory(output, may_replace))
             write(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):

@@ -10,14 +10,13 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,6 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
-from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
     disable_backward_guard,
@@ -44,7 +42,6 @@ from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_b
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, broadcast_statistics, share_optimizer_rng
 from lightning_shardckpt.parallel.tensors.values import reset_numbers
-from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
@@ -182,12 +179,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """Seed workers by data-parallel rank: ranks of one tensor group must draw the same batches."""
-        refuse_batches_of_batches(dataloader)
-        draw_orders_by_epoch(dataloader)
-        init_fn = dataloader.worker_init_fn
-        if isinstance(init_fn, partial) and init_fn.func is pl_worker_init_function:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)
+        self._prepare_loader(dataloader)
         return dataloader
 
     # --- steps ---

@@ -9,13 +9,11 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -26,7 +24,6 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device
 from lightning_shardckpt.compat.lightning_loops import (
@@ -60,7 +57,6 @@ from lightning_shardckpt.parallel.sharding.shared_values import (
     synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
-from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
@@ -288,12 +284,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by data-parallel rank, since the ranks of a tensor group must draw the same batches."""
-        refuse_batches_of_batches(dataloader)
-        draw_orders_by_epoch(dataloader)
-        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
-            rank = self.meshes.data_parallel_rank
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]
+        self._prepare_loader(dataloader)
         self._checkpoints.begin_loader(dataloader)
         return dataloader
 

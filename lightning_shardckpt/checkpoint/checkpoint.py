@@ -45,10 +45,6 @@ from lightning_shardckpt.system.threads import signals_deferred
 _T = TypeVar("_T")
 
 
-def _ignore(nbytes: int) -> None:
-    """Do nothing: the size of a save does not matter."""
-
-
 def leave_unmarked(is_full: bool) -> AbstractContextManager[None]:
     """Return a context that does nothing: the objects of a load that fails are not used again."""
     return nullcontext()
@@ -69,7 +65,6 @@ def save(
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
-    on_complete: Callable[[int], None] = _ignore,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -84,7 +79,6 @@ def save(
         options: the options of the save.
         storage: of ``path``; by default the file system, or an object store for a URL.
         plans: cached plans of earlier saves by the same caller.
-        on_complete: called on every rank when the checkpoint is complete, with the bytes of all files of all ranks.
 
     Returns:
         On rank 0, sentences for the user: the notes of the snapshot, and about leftovers of earlier saves.
@@ -97,7 +91,7 @@ def save(
     job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
     with gc_paused(), job:
         agreed = _agree(job, describe, ranks)
-        return _write_and_commit(job, agreed, on_complete, ranks)
+        return _write_and_commit(job, agreed, ranks)
 
 
 def save_async(
@@ -110,7 +104,6 @@ def save_async(
     background: Background,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
-    on_complete: Callable[[int], None] = _ignore,
 ) -> Future[None]:
     """Save like ``save``, with its arguments, but return when the state is copied to host memory.
 
@@ -118,7 +111,7 @@ def save_async(
     Waits until ``background`` has written the save before.
 
     Args:
-        background: of this rank; it writes the save with ranks of its own, and calls ``on_complete``.
+        background: of this rank; it writes the save with ranks of its own.
 
     Returns:
         A future, done when the checkpoint is complete and durable on all ranks. If it is not awaited, the next
@@ -139,7 +132,7 @@ def save_async(
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that exactly one thread owns the draft
-            saved = background.save(path, partial(_write_and_commit, job, agreed, on_complete), memory)
+            saved = background.save(path, partial(_write_and_commit, job, agreed), memory)
             unfinished.pop_all()
         return saved
 
@@ -156,9 +149,9 @@ def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agre
     return agreed
 
 
-def _write_and_commit(job: SaveJob, agreed: Agreement, on_complete: Callable[[int], None], ranks: Ranks) -> list[str]:
+def _write_and_commit(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
     with job:
-        on_complete(ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), partial(job.commit, agreed)))
+        ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), partial(job.commit, agreed))
         return job.notes
 
 

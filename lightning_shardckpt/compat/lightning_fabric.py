@@ -9,7 +9,7 @@ import atexit
 import os
 import signal
 import weakref
-from collections.abc import Generator, MutableMapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -99,15 +99,8 @@ def _destroy_group() -> None:
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to a device, except state that optimizers keep on the CPU.
-
-    These are ``step`` of torch's optimizers; see pytorch issue 74424.
-    """
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, MutableMapping):
-            state.update({k: move_data_to_device(v, device) for k, v in state.items() if k != "step"})
-        else:  # of an optimizer of the user's
-            optimizer.state[parameter] = move_data_to_device(state, device)
+    """Move the state of an optimizer to a device, except ``step``, which torch's optimizers keep on the CPU."""
+    _optimizer_to_device(optimizer, device)
 
 
 @contextmanager

@@ -106,28 +106,25 @@ def _hugging_face_tensors(
     return tensors
 
 
-def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | None = None) -> Export:
-    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for further adapters.
+def plan_adapters(stored: Source) -> Export:
+    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for adapters other than "default".
 
     Args:
         stored: a checkpoint of this package, with or without the base model.
-        adapter: the name of the adapter; all by default.
-        prefix: the prefix of the model's names, if several models have adapters.
 
     Raises:
-        FormatError: if the checkpoint has no such adapter, or only a part of it.
+        FormatError: if the checkpoint has no adapters, only a part of one, or those of several models.
     """
     export, where, document = Export([]), f"checkpoint {stored.path!r}", stored.document("peft")
     if document is None:
         raise FormatError(f"{where} has no adapters of PEFT: no {PEFT}, which is saved with a module that PEFT wrapped")
     adapters = adapters_from_json(document)
-    selected = [a for a in adapters if adapter in (None, a.name) and prefix in (None, a.prefix)]
-    if len({a.prefix for a in selected}) != 1:
+    if len({a.prefix for a in adapters}) != 1:
         listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
-        raise FormatError(f"{where} has no adapter {adapter or ''!r} of exactly one model {prefix!r}: it has {listed}")
+        raise FormatError(f"{where} does not have adapters of exactly one model: it has {listed}")
     keys = stored.components().get("model", Component({})).names
-    for one in selected:
-        folder = "" if one.name == (adapter or "default") else f"{one.name}/"
+    for one in adapters:
+        folder = "" if one.name == "default" else f"{one.name}/"
         names = one.names(keys.keys())
         if not any(".lora_" in name or name.startswith("lora_") for name in names):
             raise FormatError(f"{where} has no tensors of adapter {one.name!r} below {one.prefix!r}")

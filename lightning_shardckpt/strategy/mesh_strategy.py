@@ -6,9 +6,11 @@ of Fabric. It must not know either.
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import ref
 
@@ -18,13 +20,14 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint_io import PickleByArguments, ShardCkptIO
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -37,6 +40,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, share_rng
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
@@ -68,7 +72,7 @@ class OneProcess(LightningEnvironment):
         """Leave the variables of the environment, which are not those of this run."""
 
 
-class MeshStrategy(PickleByArguments):
+class MeshStrategy:
     """The common part of both strategies; the base class before Lightning's ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None
@@ -262,7 +266,16 @@ class MeshStrategy(PickleByArguments):
         if self.checkpoint_io.is_async:
             self.checkpoint_io.enable_async(self._new_ranks())
 
-    # --- modules ---
+    # --- loaders and modules ---
+
+    def _prepare_loader(self, loader: Any) -> None:
+        """Prepare a loader in place. Ranks of one tensor group must draw the same batches, so their workers' seeds."""
+        refuse_batches_of_batches(loader)
+        draw_orders_by_epoch(loader)
+        init = getattr(loader, "worker_init_fn", 0)
+        is_lightnings = isinstance(init, partial) and init.func is pl_worker_init_function
+        if is_lightnings or (init is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)
 
     def _shard_module(
         self,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
-from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
+from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex, ShardEntry
 from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.value_checks import parse_json, shown
@@ -80,18 +80,23 @@ def verify(
         raise
     except (ShardCkptError, OSError) as error:
         return VerifyReport((Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
+    findings = list[Finding]()
     with checkpoint:
-        job = _Verification(checkpoint, quick)
-        for name in checkpoint.root.components:
-            try:
-                job.check_indexes(name)
-            except ShardCkptError as error:
-                job.findings.append(Finding(ROOT_NAME, f"{name}: {_short(error, ROOT_NAME)}"))
-        expect(job.nbytes)
-        job.check_shard_files(advance)
-        job.check_documents()
-        job.check_names()
-        return VerifyReport(tuple(job.findings), len(job.known), job.nbytes)
+        root = checkpoint.root
+        indexes = _check_indexes(checkpoint, findings)
+        files = [(name, index, info) for (name, _), index in indexes.items() for info in index.files.values()]
+        nbytes = sum(info.nbytes for _, _, info in files)
+        expect(nbytes)
+        _check_files(checkpoint, files, findings, quick=quick, advance=advance)
+        _check_documents(checkpoint, findings, quick=quick)
+        stored = [info.name for component in root.components.values() for info in component.indexes.values()]
+        known = {ROOT_NAME, *root.documents, *stored, *(info.name for _, _, info in files)}
+        for name in checkpoint.reader.names():
+            is_described = len(indexes) == len(stored) or "-shard-" not in name  # else by an index that can't be read
+            if name not in known and is_described and name.partition("/")[0] != EXPORT_FOLDER:
+                problem = "extra: no index of this checkpoint names it; left by another save, or put here later"
+                findings.append(Finding(name, problem))
+        return VerifyReport(tuple(findings), len(known), nbytes)
 
 
 def render(report: VerifyReport, path: str, *, quick: bool) -> str:
@@ -104,108 +109,87 @@ def render(report: VerifyReport, path: str, *, quick: bool) -> str:
     )
 
 
-class _Verification:
-    """One verification: the shard files that the indexes name, and the findings.
+@contextmanager
+def _noting(
+    findings: list[Finding], file: str, tensor: str | None = None, rank: int | None = None, *, then: str = ""
+) -> Iterator[None]:
+    """Make an error of the block a finding; ``then`` is appended to it.
 
     The checks of structure are the same as in a load. They raise the first problem of a tensor or a file.
     """
+    try:
+        yield
+    except FileNotFoundError:
+        findings.append(Finding(file, f"the file is missing{then}", tensor, rank))
+    except (ShardCkptError, OSError) as error:
+        findings.append(Finding(file, f"{_short(error, file)}{then}", tensor, rank))
 
-    def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
-        self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
-        self.findings: list[Finding] = []
-        self.files: list[tuple[str, RankIndex, FileInfo]] = []
-        self.known = {ROOT_NAME, *self._root.documents}
-        self._unknown_shards: set[str] = set()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all shard files that the indexes name."""
-        return sum(info.nbytes for _, _, info in self.files)
-
-    def _find(self, file: str, problem: str, tensor: str | None = None, rank: int | None = None) -> None:
-        self.findings.append(Finding(file, problem, tensor, rank))
-
-    def check_indexes(self, name: str) -> None:
-        """Check that the rank indexes of a component are intact and have the boxes that a load looks for."""
-        component, unreadable = self._root.components[name], set[int]()
+def _check_indexes(checkpoint: Checkpoint, findings: list[Finding]) -> dict[tuple[str, int], RankIndex]:
+    """Return the rank indexes that are intact, by component and rank, if they have the boxes that a load looks for."""
+    indexes, lost = dict[tuple[str, int], RankIndex](), "; the shard files that it describes cannot be checked"
+    for name, component in checkpoint.root.components.items():
         for rank, info in sorted(component.indexes.items()):
-            self.known.add(info.name)
-            try:
-                index = self._checkpoint.index(name, rank)
-            except (ShardCkptError, OSError) as error:
-                problem = f"{_short(error, info.name)}; the shard files that it describes cannot be checked"
-                self._find(info.name, problem, None, rank)
-                self._unknown_shards.add(shard_file_name(name, rank, 1).partition("-shard-")[0])
-                unreadable.add(rank)
-                continue
-            self.files += [(name, index, file) for file in index.files.values()]
-            self.known |= index.files.keys()
-        replicas = choose_replicas(component.tensors)
-        for key, spec in component.tensors.items():
-            try:
-                check_cover(name, {key: spec})
-                whole = Box.whole(spec.shape)
-                for overlap in plan_load(spec, replicas[key], (Part(whole, whole.start),)):
-                    if overlap.writer in unreadable:
-                        break  # as a load; a hostile index may describe many more boxes
-                    self._checkpoint.entry(name, key, overlap)
-            except ShardCkptError as error:
-                self._find(ROOT_NAME, _short(error, ROOT_NAME), key)
+            with _noting(findings, info.name, rank=rank, then=lost):
+                indexes[name, rank] = checkpoint.index(name, rank)
+        unreadable = {rank for rank in component.indexes if (name, rank) not in indexes}
+        with _noting(findings, ROOT_NAME):
+            replicas = choose_replicas(component.tensors)
+            for key, spec in component.tensors.items():
+                with _noting(findings, ROOT_NAME, key):
+                    check_cover(name, {key: spec})
+                    whole = Box.whole(spec.shape)
+                    for overlap in plan_load(spec, replicas[key], (Part(whole, whole.start),)):
+                        if overlap.writer in unreadable:
+                            break  # as a load; a hostile index may describe many more boxes
+                        checkpoint.entry(name, key, overlap)
+    return indexes
 
-    def check_shard_files(self, advance: Callable[[int], Any]) -> None:
-        """Check sizes and headers, then the data of several files at a time, each with its own reader."""
-        readable = [self._check_file(*file) for file in self.files]
-        of_files: list[list[Finding]] = [[] for _ in self.files]
-        advancing = threading.Lock()
 
-        def check(number: int) -> None:
-            _, index, info = self.files[number]
-            if readable[number] and not self._quick:
-                of_files[number] = list(_check_data(self._checkpoint.reader, index, info))
-            with advancing:
-                advance(info.nbytes)
-
-        numbers = range(len(self.files))
-        run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
-        self.findings += [finding for findings in of_files for finding in findings]
-
-    def _check_file(self, component: str, index: RankIndex, info: FileInfo) -> bool:
-        """Check a shard file as a load does; return True if it has its size, so that its data can be checked."""
+def _check_files(
+    checkpoint: Checkpoint,
+    files: list[tuple[str, RankIndex, FileInfo]],
+    findings: list[Finding],
+    *,
+    quick: bool,
+    advance: Callable[[int], Any],
+) -> None:
+    """Check sizes and headers of shard files, then the data of several at a time, each with its own reader."""
+    readable, of_files, advancing = list[bool](), [list[Finding]() for _ in files], threading.Lock()
+    for component, index, info in files:
         size = 0
-        try:
-            size = self._checkpoint.reader.size(info.name)
-            self._checkpoint.check_file(component, index.rank, info.name)
-        except FileNotFoundError:
-            self._find(info.name, f"the file is missing{_lost(index, info, 0)}", None, index.rank)
-        except (ShardCkptError, OSError) as error:
-            lost = _lost(index, info, size) if 0 < size < info.nbytes else ""
-            self._find(info.name, f"{_short(error, info.name)}{lost}", None, index.rank)
-        return size == info.nbytes
+        with suppress(OSError):
+            size = checkpoint.reader.size(info.name)
+        lost = _lost(index, info, size) if size < info.nbytes else ""
+        with _noting(findings, info.name, rank=index.rank, then=lost):
+            checkpoint.check_file(component, index.rank, info.name)
+        readable.append(size == info.nbytes)
 
-    def check_documents(self) -> None:
-        """Check that the JSON documents are intact, and refer only to stored tensors."""
-        component = self._root.components.get("trainer")
-        stored = component.tensors.keys() if component is not None else set[str]()
-        for name, info in self._root.documents.items():
-            try:
-                size = self._checkpoint.reader.size(name)
-                if size != info.nbytes:
-                    self._find(name, f"{size} bytes, expected {info.nbytes}")
-                elif not self._quick:
-                    content = parse_json(self._checkpoint.document(name), name)
-                    for key in sorted({k if isinstance(k, str) else shown(k) for k in stored_keys(content)} - stored):
-                        self._find(name, "is referred to, but not stored", key)
-            except FileNotFoundError:
-                self._find(name, "the file is missing")
-            except (ShardCkptError, OSError) as error:
-                self._find(name, _short(error, name))
+    def check(number: int) -> None:
+        _, index, info = files[number]
+        if readable[number] and not quick:
+            of_files[number] = list(_check_data(checkpoint.reader, index, info))
+        with advancing:
+            advance(info.nbytes)
 
-    def check_names(self) -> None:
-        """Find files that no index names, except files of a rank with an unreadable index, and an export."""
-        for name in self._checkpoint.reader.names():
-            is_export = name.partition("/")[0] == EXPORT_FOLDER
-            if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards and not is_export:
-                self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")
+    numbers = range(len(files))
+    run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
+    findings += [finding for found in of_files for finding in found]
+
+
+def _check_documents(checkpoint: Checkpoint, findings: list[Finding], *, quick: bool) -> None:
+    """Check that the JSON documents are intact, and refer only to stored tensors."""
+    trainer = checkpoint.root.components.get("trainer")
+    stored = trainer.tensors.keys() if trainer is not None else set[str]()
+    for name, info in checkpoint.root.documents.items():
+        with _noting(findings, name):
+            size = checkpoint.reader.size(name)
+            if size != info.nbytes:
+                findings.append(Finding(name, f"{size} bytes, expected {info.nbytes}"))
+            elif not quick:
+                content = parse_json(checkpoint.document(name), name)
+                for key in sorted({k if isinstance(k, str) else shown(k) for k in stored_keys(content)} - stored):
+                    findings.append(Finding(name, "is referred to, but not stored", key))
 
 
 def _short(error: Exception, name: str) -> str:

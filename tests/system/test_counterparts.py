@@ -66,7 +66,7 @@ def run_rows_on_ranks(url: str) -> None:
     from torch.optim import SGD
     from torch.utils.data import DataLoader
 
-    from lightning_shardckpt import export_adapters
+    from lightning_shardckpt.consolidate import consolidate
     from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 
     torch.manual_seed(1)
@@ -75,7 +75,7 @@ def run_rows_on_ranks(url: str) -> None:
     layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     names: dict[str, Any] = {
         **{known.__name__: known for known in (Fabric, ShardCkptIO, ShardedStrategy, SGD, save, PeftModel)},
-        **{known.__name__: known for known in (get_peft_model, export_adapters)},
+        **{known.__name__: known for known in (get_peft_model, consolidate)},
         "url": url,
         "model": model,
         "batch": torch.randn(4, 4),

@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lightning_shardckpt import ShardCkptIO, export_adapters
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.export.safetensors_export import ADAPTER_CONFIG as CONFIG
 from lightning_shardckpt.export.safetensors_export import ADAPTER_WEIGHTS as WEIGHTS
@@ -74,7 +75,7 @@ def test_peft_loads_what_is_exported(base: str, tmp_path: Path) -> None:
     states = [whole(list(ranks)) for ranks in zip(*run_ranks(2, fit_each, runs), strict=True)]
     for way, state in zip(WAYS, states, strict=True):
         output = tmp_path / way
-        assert export_adapters(tmp_path / f"{way}.ckpt", output) == [output]
+        consolidate(tmp_path / f"{way}.ckpt", output, format="peft")
         assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
         run_ranks(1, compare_with_peft, str(output), base, state, WAYS[way][2])
 
@@ -101,15 +102,12 @@ def save_two(path: str) -> dict[str, torch.Tensor]:
 def test_each_of_several_adapters_gets_a_folder(tmp_path: Path) -> None:
     path, output = str(tmp_path / "a.ckpt"), tmp_path / "out"
     state = run_ranks(2, save_two, path)[0]
-    assert export_adapters(path, output) == [output, output / "other"]
-    assert export_adapters(path, tmp_path / "one", adapter="other") == [tmp_path / "one"]
-    for folder, name, rank in ((output, "default", 3), (output / "other", "other", 2), (tmp_path / "one", "other", 2)):
+    assert consolidate(path, output, format="peft") == output
+    for folder, name, rank in ((output, "default", 3), (output / "other", "other", 2)):
         found, _ = tensors(folder / WEIGHTS)
         expected = {key.replace(f".{name}.", "."): v for key, v in state.items() if f".{name}." in key}
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
         assert json.loads((folder / CONFIG).read_text())["r"] == rank
-    with pytest.raises(FormatError, match=r"no adapter 'third'.*it has 'default' of the model 'model\.', 'other'"):
-        export_adapters(path, tmp_path / "none", adapter="third")
 
 
 KINDS: list[dict[str, Any]] = [
@@ -160,19 +158,18 @@ def checkpoint(base: str, tmp_path: Path) -> Path:
 def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(CheckpointNotFoundError):
-        export_adapters(tmp_path / "none", output)
+        consolidate(tmp_path / "none", output, format="peft")
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine").touch()
-    with pytest.raises(FileExistsError, match="does not exist yet or is empty"):
-        export_adapters(checkpoint, tmp_path / "taken")
+    with pytest.raises(FileExistsError, match="already exists"):
+        consolidate(checkpoint, tmp_path / "taken", format="peft")
     original = (checkpoint / "peft.json").read_bytes()
     small.edit(checkpoint, "peft.json", lambda value: value["adapters"][0].update({"name": "../../x"}))
     with pytest.raises(FormatError, match="not the name of an adapter"):
-        export_adapters(checkpoint, output)
+        consolidate(checkpoint, output, format="peft")
     small.put(checkpoint, "peft.json", original)
     flip(checkpoint / small.SHARD, -1)
     with pytest.raises(CorruptionError, match="corrupted data"):
-        export_adapters(checkpoint, output)
+        consolidate(checkpoint, output, format="peft")
     assert not output.exists()
 
 

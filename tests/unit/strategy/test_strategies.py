@@ -29,7 +29,7 @@ def test_both_strategies_have_one_signature() -> None:
     ("options", "message"),
     [
         ({"pipeline": Pipeline(schedule="1f1b")}, r'Pipeline\(loss="microbatch"\).*"gpipe"'),
-        ({"pipeline": Pipeline(schedule="interleaved_1f1b", loss="microbatch")}, "interleaved_1f1b.*at least 2 stages"),
+        ({"pipeline": Pipeline(schedule="interleaved_1f1b", loss="microbatch")}, "interleaved_1f1b.*at least 2"),
         ({"fsdp": FSDP(reshard_after_forward=True)}, "Use reshard_after_forward=False"),
     ],
 )
