@@ -98,26 +98,20 @@ def _find_records(file: int, regions: list[Region]) -> list[int]:
     """Return where the bytes of each tensor begin in a file of ``torch.save``."""
     begins = []
     with open(file, "rb", closefd=False) as raw, zipfile.ZipFile(raw) as archive:
-        count = sum("/data/" in name for name in archive.namelist())
-        sizes = [archive.getinfo(f"archive/data/{number}").file_size for number in range(count)]
-        if sizes != [region.nbytes for region in regions]:
+        infos = [archive.getinfo(f"archive/data/{number}") for number in range(len(regions))]
+        if [info.file_size for info in infos] != [region.nbytes for region in regions]:
             raise StateError("torch.save wrote other tensors than were planned: please report this")
-        for number in range(count):
-            header = archive.getinfo(f"archive/data/{number}").header_offset
-            raw.seek(header + _LOCAL_HEADER_BYTES - 4)
+        for info in infos:
+            raw.seek(info.header_offset + _LOCAL_HEADER_BYTES - 4)
             name_bytes, extra_bytes = (int.from_bytes(raw.read(2), "little") for _ in range(2))
-            begins.append(header + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
+            begins.append(info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
     return begins
 
 
 def _restore_keys(checkpoint: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:
-    """Return the state under the keys of the save, if the names still determine the module of each tensor."""
-    if not has_places(checkpoint):
+    """Return the state under the keys of the save, if the names are still those of the save."""
+    if not has_places(checkpoint) or not mapping.is_empty:
         return {key: value for key, value in checkpoint.items() if key != KEYS}
-    if not mapping.is_empty:  # modules without a selected tensor are left out
-        names, keys = tuple(checkpoint.get("state_dict", ())), checkpoint[KEYS]
-        modules = {key: prefix for key, prefix in keys["modules"].items() if any(n.startswith(prefix) for n in names)}
-        checkpoint[KEYS] = {**keys, "modules": modules}
     frozen = {FROZEN: checkpoint[FROZEN]} if FROZEN in checkpoint else {}
     return states_of_checkpoint(checkpoint) | frozen
 

@@ -151,8 +151,8 @@ def sharded_source(
             _refuse_pickled(checkpoint.path, state)
         return state
 
-    aliases, reader, root = {name: of.aliases for name, of in components.items()}, checkpoint.reader, checkpoint.root
-    return Source(checkpoint.path, reader, table, aliases, document, trainer, verify, root)
+    aliases = {name: of.aliases for name, of in components.items()}
+    return Source(checkpoint.path, checkpoint.reader, table, aliases, document, trainer, verify, checkpoint.root)
 
 
 def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
@@ -161,13 +161,11 @@ def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
     from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 
     lost = lost_values({key: value for key, value in state.items() if key not in HYPER_PARAMETERS})
-    pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
-    if pickled:
+    if pickled := [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]:
         listed = "\n  ".join(pickled)
         raise StateError(
-            f"checkpoint {path!r} has pickled objects, which are not read: they could execute any code.\n"
-            f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
-            "test, predict and load."
+            f"checkpoint {path!r} has pickled objects, which could execute any code:\n  {listed}\n"
+            "If you trust its author, load it with weights_only=False"
         )
 
 
@@ -242,9 +240,8 @@ class ForeignTensor:
 
 
 class ListedTensor(NamedTuple):
-    """A tensor of another format in the checkpoint at ``path``. Immutable."""
+    """A tensor of another format. Immutable."""
 
-    path: str
     component: str
     key: str
     located: ForeignTensor
@@ -255,16 +252,14 @@ class ListedTensor(NamedTuple):
 
     def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
         """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
-        tensor, requests = self.located, list[Request]()
-        for one in tensor.boxes:
+        tensor, requests, size = self.located, list[Request](), DTYPE_BYTES[self.located.dtype]
+        for box, file, begin in tensor.boxes:
             for part in parts:
-                common = one.box.intersect(part.box)
+                common = box.intersect(part.box)
                 if common is not None and common.numel:
-                    overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
-                    runs = byte_runs(overlap, shape, DTYPE_BYTES[tensor.dtype])
-                    nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
-                    step, file, begin = _STEP_BYTES, one.file, one.begin
-                    entry = ShardEntry(one.box, tensor.shape, tensor.dtype, file, begin, step, nbytes, "")
+                    runs = byte_runs(Overlap(0, box, common, common.within(part.box).shift(part.at)), shape, size)
+                    nbytes = box.numel * size
+                    entry = ShardEntry(box, tensor.shape, tensor.dtype, file, begin, _STEP_BYTES, nbytes, "")
                     requests.append(Request(self.key, 0, entry, runs, memory))
         return requests
 
@@ -297,7 +292,7 @@ def list_tensors(
                 where = f"{path!r}, file {file}"
                 raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
         spec = TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
-        listed[key] = ListedTensor(path, component, key, tensor, spec)
+        listed[key] = ListedTensor(component, key, tensor, spec)
     return listed
 
 
