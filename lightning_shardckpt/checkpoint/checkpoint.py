@@ -234,11 +234,11 @@ def _load(
 ) -> LoadResult:
     name = f"checkpoint {path!r}"
     verify, safe = options.verify, options.weights_only
-    state = None if isinstance(live, LoadTargets) else live
-    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, live=state)
-    with gc_paused(), opening as source:
-        if state is not None:
-            state.join(ranks)
+    look: Callable[[], Any] = (lambda: None) if isinstance(live, LoadTargets) else live.look
+    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, report=look)
+    with gc_paused(), opening as (source, views):
+        if not isinstance(live, LoadTargets):
+            live.agree(views, ranks)
         jobs = list[LoadJob]()
 
         def compare() -> RankComparison:
@@ -297,7 +297,7 @@ def load_full(
 
 def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool, storage: Storage) -> dict[str, Any]:
     ranks = Ranks.alone()
-    with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
+    with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as (source, _):
 
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]

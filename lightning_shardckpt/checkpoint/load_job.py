@@ -14,7 +14,6 @@ from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.open_source import LiveState
 from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
@@ -45,11 +44,14 @@ class LoadOptions:
     weights_only: bool = True
 
 
-class LoadState(LiveState, Protocol):
+class LoadState(Protocol):
     """Live state that becomes targets when the ranks have agreed on it."""
 
-    def join(self, ranks: Ranks) -> None:
-        """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
+    def look(self) -> Any:
+        """Return this rank's view of the state, as JSON."""
+
+    def agree(self, views: list[Any], ranks: Ranks) -> None:
+        """Take the different views of all ranks. Collective: every rank must call it."""
 
     def targets(self) -> LoadTargets:
         """Return the objects to fill."""
@@ -320,19 +322,14 @@ def _is_plain(local: torch.Tensor) -> bool:
 
 def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:
     """Raise a StateError for tensors that are made of others, on the meta device, or expanded."""
-    on_meta = list[str]()
+    names = dict[str, None]()
     for target in targets:
         refuse_compound(target.tensor, name := f"{target.component}/{target.key}")
-        if target.local.is_meta:
-            on_meta.append(name)
-        elif is_expanded(target.local):
-            raise StateError(
-                f"{name} cannot be filled: elements of the tensor share memory (shape {tuple(target.local.shape)}, "
-                f"strides {target.local.stride()}); load into a clone of it"
-            )
-    if on_meta:
+        if target.local.is_meta or is_expanded(target.local):
+            names[name] = None
+    if names:
         raise StateError(
-            f"cannot load {path!r} into tensors on the meta device, which have no memory: "
-            f"{list_some(list(dict.fromkeys(on_meta)), _LISTED)}. Give them some "
-            'first, such as by module.to_empty(device="cpu"), or in Fabric load after fabric.setup'
+            f"cannot load {path!r} into tensors that have no memory, or whose elements share memory: "
+            f"{list_some([*names], _LISTED)}. Give them memory first: those on the meta device by "
+            'module.to_empty(device="cpu"), or in Fabric load after fabric.setup; others by clone()'
         )

@@ -73,7 +73,7 @@ class NestedLoad:
     ) -> None:
         self._state, self._prefix, self._key_mapping = state, prefix, key_mapping
         self._name, self._keep_parameters = name, keep_parameters
-        self._objects, self._whole, self._are_same = NestedObjects(), WholeNames(), True
+        self._objects, self._whole = NestedObjects(), WholeNames()
         self._state_dict: dict[str, Any] = {}  # of all modules
         self._tensors: dict[Path, torch.Tensor] = {}  # of plain state
         self._values: list[Path] = []
@@ -121,18 +121,13 @@ class NestedLoad:
             self._state_dict = self._objects.state_dict()
         return checksum("\n".join(sorted(map(clean_fqn, self._state_dict))).encode()), self._objects.keys
 
-    def agree(self, views: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:
-        """Return whether all ranks have the same names, and the order of rank 0's objects."""
-        return len({digest for digest, _ in views}) == 1, views[0][1]
+    def agree(self, views: list[tuple[str, list[str]]], ranks: Ranks) -> None:
+        """Bring the objects into the order of rank 0, and exchange the names of pipeline stages, if they differ.
 
-    def take(self, answer: tuple[bool, list[str]]) -> None:
-        """Bring the objects into the order of rank 0."""
-        self._are_same, order = answer
-        self._objects = self._objects.in_order(order)
-
-    def join(self, ranks: Ranks) -> None:
-        """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
-        if not self._are_same:
+        Collective: every rank must call it.
+        """
+        self._objects = self._objects.in_order(views[0][1])
+        if len({digest for digest, _ in views}) > 1:
             own = sorted(map(clean_fqn, self._state_dict))
             joined: list[str] = ranks.step("joining names", lambda: own, lambda all_: sorted({*chain(*all_)}))
             self._whole = WholeNames(frozenset(joined))

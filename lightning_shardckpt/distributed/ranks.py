@@ -181,31 +181,6 @@ class Ranks:
         result: R = answer["value"]
         return result
 
-    def step_until(
-        self, phase: str, look: Callable[[], T], same: Callable[[list[T], bool], R], within_s: float
-    ) -> R:
-        """Repeat a step until all ranks see the same, since a network file system may show changes late.
-
-        Collective: every rank must call it.
-
-        Args:
-            phase: as in ``step``.
-            look: returns the observation of this rank, as JSON.
-            same: called on rank 0 with the list of the observations, and True if they will look again in case of a
-                difference; returns a true value if they see the same, a false one to look again, or raises.
-            within_s: the time within which they look again.
-
-        Returns:
-            The true value of ``same``, on every rank.
-
-        Raises:
-            Exception: as ``step`` does.
-        """
-        deadline = time.monotonic() + within_s
-        while not (answer := self.step(phase, look, lambda views: same(views, time.monotonic() < deadline))):
-            time.sleep(self._tuning.look_again_s)
-        return answer
-
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
 

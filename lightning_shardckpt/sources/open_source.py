@@ -9,12 +9,13 @@ import difflib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
@@ -23,6 +24,7 @@ from lightning_shardckpt.sources import hugging_face
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -99,19 +101,6 @@ def detect_format(path: str) -> Format | None:
 # ── open ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LiveState(Protocol):
-    """The live state of a load, whose description may differ between ranks."""
-
-    def look(self) -> Any:
-        """Return this rank's view of the state, as JSON."""
-
-    def agree(self, views: list[Any]) -> Any:
-        """Return what follows from the views of all ranks, as JSON. Runs on rank 0."""
-
-    def take(self, answer: Any) -> None:
-        """Take the result of ``agree``, on every rank."""
-
-
 @contextmanager
 def open_on_ranks(
     path: str,
@@ -120,8 +109,8 @@ def open_on_ranks(
     storage: Storage,
     verify: bool = True,
     weights_only: bool = True,
-    live: LiveState | None = None,
-) -> Iterator[Source]:
+    report: Callable[[], Any] = lambda: None,
+) -> Iterator[tuple[Source, list[Any]]]:
     """Open the source at ``path``, the same on all ranks.
 
     Collective: every rank of ``ranks`` must enter it. While ranks see different checkpoints, they look again, for as
@@ -133,22 +122,22 @@ def open_on_ranks(
         storage: opens checkpoints of this package.
         verify: whether reads verify checksums, if the format has them.
         weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
-        live: the state to fill, on which the ranks agree in the same exchange.
+        report: returns what the others must know of this rank, as JSON; called once, in the same exchange.
 
     Yields:
-        The source, closed at the end.
+        The source, closed at the end, and the different reports, in the order of ranks.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: if the ranks see different checkpoints at the path.
     """
     source: Source | None = None
-    state: list[Any] = []
+    deadline, reports = time.monotonic() + storage.visible_within_s, list[Any]()
 
     def look() -> dict[str, Any]:
         nonlocal source
-        if live is not None and not state:
-            state.append(live.look())
+        if not reports:
+            reports.append(report())
         if source is not None:
             source.close()
             source = None
@@ -156,15 +145,15 @@ def open_on_ranks(
             source, identity = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
-        return {"id": identity, "state": state}
+        return {"id": identity, "report": reports[0]}
 
-    def compare(views: list[dict[str, Any]], look_again: bool) -> dict[str, Any]:
+    def compare(views: list[dict[str, Any]]) -> list[Any] | None:
         if "id" in views[0] and all(view.get("id") == views[0]["id"] for view in views):
-            return {"state": None if live is None else live.agree([view["state"][0] for view in views])}
+            return [json.loads(text) for text in dict.fromkeys(json.dumps(view["report"]) for view in views)]
         if not any("id" in view for view in views):
             raise CheckpointNotFoundError(views[0]["missing"])
-        if look_again:
-            return {}
+        if time.monotonic() < deadline:
+            return None
         found = [view.get("id") or view["missing"] for view in views]
         raise MismatchError(
             f"the ranks see different checkpoints at {path!r}: {found}; the path must be on a file system that all "
@@ -172,11 +161,10 @@ def open_on_ranks(
         )
 
     try:
-        answer = ranks.step_until(f"opening checkpoint {path!r}", look, compare, storage.visible_within_s)
+        while (answer := ranks.step(f"opening checkpoint {path!r}", look, compare)) is None:
+            time.sleep(TUNING.look_again_s)
         assert source is not None
-        if live is not None:
-            live.take(answer["state"])
-        yield source
+        yield source, answer
     finally:
         if source is not None:
             source.close()

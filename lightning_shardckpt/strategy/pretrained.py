@@ -100,7 +100,7 @@ def compare_pretrained(
         return
     with ExitStack() as closing:
         try:
-            source = closing.enter_context(open_on_ranks(pretrained.path, ranks=ranks, storage=storage))
+            source, _ = closing.enter_context(open_on_ranks(pretrained.path, ranks=ranks, storage=storage))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "

@@ -211,7 +211,7 @@ def test_a_parameter_of_another_shape_keeps_its_values_and_gets_no_state(tmp_pat
 def test_a_tensor_whose_elements_are_one_is_refused_before_anything_changes(tmp_path: Path) -> None:
     save(tmp_path / "a", {"a": torch.ones(3), "e": torch.ones(500)})
     state = {"a": torch.zeros(3), "e": torch.zeros(1).expand(500)}
-    with pytest.raises(StateError, match=r"trainer/e cannot be filled.*\(500,\).*load into a clone"):
+    with pytest.raises(StateError, match=r"share memory: trainer/e\..*clone"):
         load(tmp_path / "a", state)
     assert state["a"].tolist() == [0, 0, 0]
 
