@@ -29,7 +29,7 @@ from lightning_shardckpt.parallel.sharding.fqn import is_inside
 from lightning_shardckpt.system.random_generators import rng_checksum
 
 _SLICES = 2  # a slice of the samples, and a part of it
-_HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4  # the second for TF32, on accelerators
+_HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4  # the second is that of TF32
 _UNIT = 1e6  # ranks exchange numbers as integers, in millionths
 
 
@@ -197,9 +197,22 @@ class _Precision(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype.itemsize < 8 and result.dtype.is_floating_point:
-            single = _FULL_PRECISION if result.device.type == "cpu" else _REDUCED_PRECISION
-            self.tolerance = max(self.tolerance, _HALF_PRECISION if result.dtype.itemsize < 4 else single)
+            self.tolerance = max(self.tolerance, _tolerance(function, result))
         return result
+
+
+_CUDNN_FUNCTIONS = ("conv", "lstm", "gru", "rnn")
+
+
+def _tolerance(function: Any, result: Tensor) -> float:
+    """Return the tolerance of a function's result, which depends on TF32."""
+    if result.dtype.itemsize < 4:
+        return _HALF_PRECISION
+    if getattr(function, "__name__", "").startswith(_CUDNN_FUNCTIONS):
+        has_tf32 = torch.backends.cudnn.allow_tf32
+    else:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return _REDUCED_PRECISION if has_tf32 and result.device.type != "cpu" else _FULL_PRECISION
 
 
 @contextmanager
