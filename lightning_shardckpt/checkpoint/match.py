@@ -199,17 +199,12 @@ class Match:
 
     def reshaped(self) -> frozenset[str]:
         """Return the names of live tensors whose stored shape differs."""
-        known, names = _known(self.stored), set[str]()
+        known, names = self.stored.names, set[str]()
         for row in self.rows:
             stored = next((known[name] for name in row.names if name in known), None) if row.stored is None else None
             if stored is not None and self.stored.tensors[stored].shape != shape_of(row.tensor):
                 names.update(row.names)
         return frozenset(names)
-
-
-def _known(stored: Component) -> dict[str, str]:
-    """Return the stored keys by all stored names."""
-    return {key: key for key in stored.tensors} | stored.aliases
 
 
 def match_targets(source: Source, targets: LoadTargets) -> Match:
@@ -220,7 +215,7 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
         targets: the live objects.
     """
     stored, left_out = source.components().get("model", Component({})), source.document("frozen") or {}
-    known, elsewhere = _known(stored), targets.elsewhere
+    known, elsewhere = stored.names, targets.elsewhere
     live, kept = _without_adapters(targets, known, source)
     names, ties = names_of(live, targets.whole.ties), targets.whole.ties
     rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in live.tensors.items()]
@@ -319,7 +314,7 @@ def allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tu
     Returns:
         The entries, and the tensors to fill.
     """
-    specs, known = match.stored.tensors, _known(match.stored)
+    specs, known = match.stored.tensors, match.stored.names
     rows = {name: row for row in match.rows for name in row.names}
     own = {*targets.model.tensors, *targets.model.aliases, *targets.whole.state}  # not names before PEFT
     document, hidden, reported = source.document("model") or {}, {*match.unexpected}, {*match.missing_values}
