@@ -78,7 +78,7 @@ from lightning_shardckpt.strategy.steps import (
     with_mean_loss,
 )
 from lightning_shardckpt.strategy.user_steps import StepContext
-from lightning_shardckpt.system.memory import gc_paused
+from lightning_shardckpt.system.host import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 

@@ -27,7 +27,7 @@ from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, 
 from lightning_shardckpt.state.peft import adapter_tensors, made_from_base
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
-from lightning_shardckpt.system.memory import gc_paused
+from lightning_shardckpt.system.host import gc_paused
 
 _IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
 

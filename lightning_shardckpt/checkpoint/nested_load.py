@@ -44,7 +44,7 @@ from lightning_shardckpt.state.state_dicts import (
 )
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, is_elsewhere
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.system.memory import gc_paused
+from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
 
 _EMPTY = Component({})

@@ -37,7 +37,7 @@ from lightning_shardckpt.state.state_dicts import (
     prefixes_of,
     replaced,
 )
-from lightning_shardckpt.system.memory import gc_paused
+from lightning_shardckpt.system.host import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""

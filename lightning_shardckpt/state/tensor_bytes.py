@@ -16,7 +16,7 @@ import torch
 from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import TORCH_NAMES
-from lightning_shardckpt.system.memory import allocate_pages, prefer_huge_pages
+from lightning_shardckpt.system.host import allocate_pages, prefer_huge_pages
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

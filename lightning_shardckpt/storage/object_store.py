@@ -295,7 +295,9 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
     bucket, kind = rest.partition("/")[0], _PROTOCOLS.get(protocol)
     if kind is None:
         protocols = ", ".join(f"{name}://" for name in (*_PROTOCOLS, "memory"))
-        raise ValueError(f"{url!r} can't be opened: checkpoints are in file systems or at {protocols}, not {protocol}://")
+        raise ValueError(
+            f"{url!r} can't be opened: checkpoints are in file systems or at {protocols}, not {protocol}://"
+        )
     if not bucket:
         raise ValueError(f"{url!r} is no path of a checkpoint, such as '{protocol}://bucket/name.ckpt'")
     try:
@@ -312,7 +314,16 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
             f"{', '.join(sorted((*names, *_CLIENT)))} (a dot leads into a dictionary) and throttle_uploads"
         )
     config: dict[str, Any] = {own: value for name, value in flat.items() if (own := names.get(name))}
-    common = {"client_options": _client(flat), "retry_config": _retry(tuning)}
+    retry = {
+        "max_retries": tuning.retry_attempts - 1,
+        "retry_timeout": timedelta(seconds=tuning.retry_total_s),
+        "backoff": {
+            "base": 2,
+            "init_backoff": timedelta(seconds=tuning.retry_pause_s),
+            "max_backoff": timedelta(seconds=tuning.retry_longest_pause_s),
+        },
+    }
+    common = {"client_options": _client(flat), "retry_config": retry}
     if kind == "gs":
         token = config.pop("token", None)
         if token == "anon":
@@ -352,15 +363,6 @@ def _client(flat: Mapping[str, Any]) -> dict[str, Any]:
     elif verify is not True:
         client["root_certificate"] = Path(verify).read_bytes()
     return client
-
-
-def _retry(tuning: Tuning) -> dict[str, Any]:
-    pauses = {"init_backoff": tuning.retry_pause_s, "max_backoff": tuning.retry_longest_pause_s}
-    return {
-        "max_retries": tuning.retry_attempts - 1,
-        "retry_timeout": timedelta(seconds=tuning.retry_total_s),
-        "backoff": {"base": 2, **{name: timedelta(seconds=pause) for name, pause in pauses.items()}},
-    }
 
 
 def find_aws(

@@ -32,7 +32,7 @@ from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
 from lightning_shardckpt.storage.temporaries import output_file
-from lightning_shardckpt.system.processes import host_id, start_time
+from lightning_shardckpt.system.host import host_id, start_time
 
 HOLD_S, RENEW_S = 300.0, 60.0  # clocks of hosts may differ by the difference
 EVALUATIONS = "evaluations.jsonl"
@@ -42,15 +42,10 @@ _REMOVE = "remove-"
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A process that follows a run.
+    """A process that follows a run, and the name of the ``checkpoint`` that it evaluates.
 
-    Attributes:
-        host: see ``host_id``.
-        host_name: for messages.
-        pid: of the process.
-        started: see ``start_time``.
-        until: seconds since the epoch; a follower that is alive renews it.
-        checkpoint: the name of the checkpoint under evaluation.
+    ``host`` and ``started`` are of ``system.host``. A follower that is alive renews ``until``, in seconds since the
+    epoch.
     """
 
     host: str
@@ -77,11 +72,7 @@ class Follower:
 
 
 class RunFolder:
-    """The folder of a run's checkpoints.
-
-    Args:
-        path: a directory, which may not exist yet, or a URL.
-        storage: with the options for URLs.
+    """The folder of a run's checkpoints: a directory, which may not exist yet, or a URL.
 
     Raises:
         ValueError: if nothing can be written there.
@@ -145,15 +136,12 @@ class RunFolder:
 
     def set_follower(self, follower: Follower | None) -> None:
         """Write the process that follows the run, or that none does."""
-        if follower is None:
-            self._delete(_FOLLOWER)
-        else:
-            self._write(_FOLLOWER, asdict(follower))
+        self._write(_FOLLOWER, None if follower is None else asdict(follower))
 
-    def is_followed(self) -> bool:
-        """Return True if a process that is alive follows the run."""
+    def is_followed(self, checkpoint: str | None = None) -> bool:
+        """Return True if a process that is alive follows the run, or evaluates the checkpoint of a name."""
         follower = self.follower()
-        return follower is not None and follower.is_alive()
+        return follower is not None and follower.is_alive() and checkpoint in (None, follower.checkpoint)
 
     def has_ended(self) -> bool:
         """Return True if the training says that it has ended."""
@@ -161,10 +149,8 @@ class RunFolder:
 
     def set_ended(self, has_ended: bool) -> None:
         """Write that the training has ended, or that it goes on."""
-        if has_ended:
-            self._write(_ENDED, {"time": time.time()})
-        elif self.has_ended():
-            self._delete(_ENDED)
+        if has_ended or self.has_ended():
+            self._write(_ENDED, {"time": time.time()} if has_ended else None)
 
     # --- deletions ---
 
@@ -191,18 +177,14 @@ class RunFolder:
             content = self._read(f"{_FOLDER}/{file}") if file.startswith(_REMOVE) else None
             request = json.loads(content or b"{}")
             name = os.path.basename(str(request.get("checkpoint")))  # a name stays in the folder, whoever wrote it
-            if content is None or self._is_evaluated(name):
+            if content is None or self.is_followed(name):
                 continue
             path = f"{self.path}/{name}"
             with suppress(CheckpointNotFoundError):
                 if self._root_checksum(path) == request["root"]:  # else another one was saved there
                     notes += self._storage.remove(path)
-            self._delete(f"{_FOLDER}/{file}")
+            self._write(f"{_FOLDER}/{file}", None)
         return notes
-
-    def _is_evaluated(self, name: str) -> bool:
-        follower = self.follower()
-        return follower is not None and follower.checkpoint == name and follower.is_alive()
 
     def _root_checksum(self, path: str) -> str:
         with closing(self._storage.open(path)) as reader:
@@ -223,13 +205,19 @@ class RunFolder:
             return Path(self.path, name).read_bytes()
         return None
 
-    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+    def _write(self, name: str, value: Mapping[str, Any] | None) -> None:
+        """Write a file; without a value, delete it."""
         path, content = f"{self.path}/{name}", json.dumps(value).encode()
         if self._objects is not None:
-            self._objects.upload(path, [content])
-            return
-        with output_file(path, overwrite=True) as (file, _):
-            os.write(file, content)
+            if value is None:
+                self._objects.delete([path])
+            else:
+                self._objects.upload(path, [content])
+        elif value is None:
+            Path(path).unlink(missing_ok=True)
+        else:
+            with output_file(path, overwrite=True) as (file, _):
+                os.write(file, content)
 
     def _append(self, name: str, texts: Iterable[str]) -> None:
         lines, path = "".join(f"{text}\n" for text in texts).encode(), f"{self.path}/{name}"
@@ -244,12 +232,6 @@ class RunFolder:
             file.write(lines)
             os.fsync(file.fileno())
         sync_directory(os.path.dirname(path))
-
-    def _delete(self, name: str) -> None:
-        if self._objects is not None:
-            self._objects.delete([f"{self.path}/{name}"])
-        else:
-            Path(self.path, name).unlink(missing_ok=True)
 
 
 def _request_of(name: str) -> str:

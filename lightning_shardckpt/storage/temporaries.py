@@ -268,9 +268,7 @@ def output_directory(path: str, replaceable: Callable[[str], bool]) -> Iterator[
 
 
 @contextmanager
-def _output(
-    path: str, make: Callable[[str], object], put: Callable[[str, str], list[str]]
-) -> Iterator[Temporary]:
+def _output(path: str, make: Callable[[str], object], put: Callable[[str, str], list[str]]) -> Iterator[Temporary]:
     target = os.path.abspath(path)
     status_of(target)  # a path may be too long, and a name, which only shows if its parent exists
     make_directories(os.path.dirname(target))

@@ -1,4 +1,4 @@
-"""Threads, page memory, digests, garbage collection, random generators and text, shared by all folders.
+"""Threads, memory and processes of the host, digests, random generators and text, shared by all folders.
 
 Takes plain values and functions. Nothing here knows checkpoints or Lightning; only `random_generators` and
 `tensor_digest` know torch.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.storage.posix import begin_writeback, write_at
-from lightning_shardckpt.system.memory import allocate_pages
+from lightning_shardckpt.system.host import allocate_pages
 from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.shard_reader import Request, StoredTensors, fetch, plan_windows
@@ -127,9 +127,7 @@ def _group(pieces: Iterator[_Piece], window_bytes: int) -> Iterator[list[_Piece]
         yield group
 
 
-def _read(
-    pieces: list[_Piece], tensors: StoredTensors, memory: memoryview
-) -> Iterator[tuple[_Piece, memoryview]]:
+def _read(pieces: list[_Piece], tensors: StoredTensors, memory: memoryview) -> Iterator[tuple[_Piece, memoryview]]:
     """Yield the bytes of pieces, which are read together into ``memory`` unless they are given."""
     targets, at = list[memoryview](), 0
     for piece in pieces:

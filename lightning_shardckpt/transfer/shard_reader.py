@@ -23,7 +23,7 @@ from lightning_shardckpt.format.layout import Box, Part, Shape, iterate_indices
 from lightning_shardckpt.format.plan import ByteRuns
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum_blocks, slice_checksums
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.system.memory import allocate_pages
+from lightning_shardckpt.system.host import allocate_pages
 from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
 
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones

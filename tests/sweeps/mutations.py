@@ -249,7 +249,7 @@ MUTATIONS = (
              ("ranks/parallel/test_parallel.py::test_ranks_draw_alike_where_they_must_and_apart_elsewhere",)),
     # ── followed runs ─────────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("a checkpoint under evaluation is deleted", KEPT, "storage/run_folder.py",
-             "if content is None or self._is_evaluated(name):", "if content is None:",
+             "if content is None or self.is_followed(name):", "if content is None:",
              ("unit/storage/test_run_folder.py",)),
     Mutation("a postponed deletion takes what was saved since", KEPT, "storage/run_folder.py",
              'if self._root_checksum(path) == request["root"]:', "if True:", ("unit/storage/test_run_folder.py",)),

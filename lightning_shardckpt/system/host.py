@@ -1,12 +1,15 @@
-"""Memory mapped from the system, page-aligned and free of cost until first touched; pauses of the garbage collector."""
+"""The host: page-aligned memory, free of cost until touched; pauses of the garbage collector; identity of processes."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import mmap
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _HUGE_BYTES = 2 << 20  # the size of a huge page on most machines
 
@@ -33,9 +36,6 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 _C = ctypes.CDLL(None)
 
 
-# ── garbage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Start no collection inside this context; also works as a decorator.
@@ -50,3 +50,25 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def host_id() -> str:
+    """Return a text that is equal for two processes if they can look each other up in /proc."""
+    with suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):  # the /proc of this pid namespace
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+            return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
+    return uuid.uuid4().hex
+
+
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since boot: the system reuses ids. Empty if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
+    return "" if fields[0] in "ZX" else fields[19]
