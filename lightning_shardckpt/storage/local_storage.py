@@ -86,8 +86,7 @@ class LocalStorage:
         path = os.path.abspath(path)
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError, NotADirectoryError):
-                if (reader := LocalReader(path)).is_checkpoint():
-                    return reader
+                return LocalReader(path, is_checkpoint=True)
             if not os.path.exists(os.path.join(path, ROOT_NAME)):
                 raise CheckpointNotFoundError(_why_none(path))
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
@@ -344,30 +343,25 @@ class LocalReader:
     """Reader of a directory, which opens only regular files, relative to the directory's descriptor. Thread-safe.
 
     Symbolic links are refused unless ``follow_links``, which is for other programs' directories: Hugging Face's cache
-    consists of links.
+    consists of links. With ``is_checkpoint``, the reader tells when another checkpoint is at its path, and names are
+    those in the indexes, without the prefix of a directory that was filled in place.
+
+    Raises:
+        FileNotFoundError: if there is no directory, or with ``is_checkpoint`` no root index in it.
     """
 
     high_latency = False
 
-    def __init__(self, path: str, *, follow_links: bool = False) -> None:
+    def __init__(self, path: str, *, follow_links: bool = False, is_checkpoint: bool = False) -> None:
         self._path, self._follow_links, self.prefix = path, follow_links, ""
         self._directory = _OpenFile(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._files, self._lock = dict[str, _OpenFile](), Lock()
         self._root: os.stat_result | None = None
-
-    def is_checkpoint(self) -> bool:
-        """Return True if the directory has a root index; the reader then tells when another one is at its path.
-
-        From then on, names are those in the indexes, without the prefix of a directory that was filled in place.
-        """
-        try:
+        if is_checkpoint:
             self._root = os.stat(ROOT_NAME, dir_fd=self._directory.descriptor)
-        except FileNotFoundError:
-            return False
-        with suppress(FormatError):  # a link is reported when the root index is read
-            head = os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0)
-            self.prefix = read_prefix(head) or ""
-        return True
+            with suppress(FormatError):  # a link is reported when the root index is read
+                head = os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0)
+                self.prefix = read_prefix(head) or ""
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""

@@ -25,7 +25,7 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would 
 _AT_FDCWD = -100
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
 _BUFFER_BYTES = 128 << 10  # for small parts; less than a call, so that larger parts are not copied
-_WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
+WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -142,7 +142,7 @@ def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
                 for at in range(0, len(part), _CALL_BYTES):
                     file.write(part[at : at + _CALL_BYTES])
             dirty_bytes += len(part)
-            if sync and dirty_bytes >= _WRITEBACK_BYTES:
+            if sync and dirty_bytes >= WRITEBACK_BYTES:
                 begin_writeback(file.fileno())
                 dirty_bytes = 0
         file.flush()
@@ -150,15 +150,13 @@ def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
             os.fsync(file.fileno())
 
 
-def begin_writeback(file: int) -> bool:
+def begin_writeback(file: int) -> None:
     """Ask the kernel to write a file's dirty pages to the disk, without waiting.
 
-    Returns:
-        True if the kernel accepted the request. It is only a hint: ``fsync`` must follow, and reports failed writes.
+    It is only a hint: ``fsync`` must follow, and reports failed writes.
     """
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    whole = ctypes.c_int64(0), ctypes.c_int64(0)  # offset and length; a length of 0 means to the end
-    return sync_file_range is not None and sync_file_range(file, *whole, _WRITE) == 0
+    if (sync_file_range := getattr(ctypes.CDLL(None), "sync_file_range", None)) is not None:
+        sync_file_range(file, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)  # a length of 0 means to the end
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:

@@ -19,9 +19,6 @@ class Tuning:
     fill_window_bytes: int = 8 << 20  # one per thread; larger than blocks, of which two windows may share one
     fill_threads: int = 4  # only one at a time can write to a file, which is about half of the work
 
-    # ── writing files ──
-    writeback_bytes: int = 8 << 20  # no difference from 1 to 32 MiB
-
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
 

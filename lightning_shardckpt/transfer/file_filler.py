@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.layout import Box
-from lightning_shardckpt.storage.posix import begin_writeback, write_at
+from lightning_shardckpt.storage.posix import WRITEBACK_BYTES, begin_writeback, write_at
 from lightning_shardckpt.system.host import allocate_pages
 from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -88,7 +88,7 @@ def fill(
                 with writing:
                     write_at(file, data, piece.begin)
                     written_bytes += len(data)
-                    if written_bytes >= tuning.writeback_bytes:
+                    if written_bytes >= WRITEBACK_BYTES:
                         begin_writeback(file)
                         written_bytes = 0
                     advance(len(data))

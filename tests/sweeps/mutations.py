@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation("the draft's directory is not synced before the rename", DURABLE, "storage/local_storage.py",
              "self._storage.sync(directory)", "pass", (_POWER,)),
     Mutation("the old checkpoint is deleted before the new one is in place", ATOMIC, "storage/local_storage.py",
-             "            keep_owner_and_mode(self._target, new.path)\n",
-             "            keep_owner_and_mode(self._target, new.path)\n            delete(self._target)\n",
+             "        keep_owner_and_mode(self._target, new.path)\n",
+             "        keep_owner_and_mode(self._target, new.path)\n        delete(self._target)\n",
              ("ranks/checkpoint/test_faults.py::"
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
     Mutation("on an object store, the root index is put when it is written", ATOMIC, "storage/remote_storage.py",
