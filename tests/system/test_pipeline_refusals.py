@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
@@ -101,6 +102,12 @@ class HasGenerator(Plain):
     def build(self) -> None:
         super().build()
         self.generator = torch.Generator().manual_seed(7)
+
+
+class LayerHasGenerator(Plain):  # which only one stage has
+    def build(self) -> None:
+        super().build()
+        self.layers[0].draws = random.Random(7)
 
 
 class BatchNorm(Plain):
@@ -256,6 +263,7 @@ SLOW = {
     "metric of steps": Case(Metered, ("metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B),
     "sum of layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", 'Pipeline(loss="microbatch")')),
     "generator": Case(HasGenerator, ("generator of HasGenerator is or holds a random generator",)),
+    "generator of a layer": Case(LayerHasGenerator, ("draws of Layer is or holds a random generator",)),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "backward breaks": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),

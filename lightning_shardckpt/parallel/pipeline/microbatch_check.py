@@ -124,6 +124,10 @@ class MicrobatchCheck:
         self._checked.add(name)
         return is_first
 
+    def check_generators(self) -> None:
+        """Raise an UnsupportedCodeError if a layer holds a random generator. Call it before `measure`."""
+        ModuleSnapshot(self._own)
+
     def measure(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
         """Run the layers on both slices, and return this rank's numbers for `differs`.
 
@@ -135,7 +139,8 @@ class MicrobatchCheck:
         step = _TrialStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], sizes=[1] * _SLICES, scale=None, whole_steps=False)
         trial.forwards = {}
-        precision, snapshot, bounds = _Precision(), ModuleSnapshot(self._own), (0, 0, 0)
+        precision, bounds = _Precision(), (0, 0, 0)
+        snapshot = ModuleSnapshot(self._own if failure is None else {})  # after a failure no layer runs
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
             try:
                 trial.batches, bounds = slice_for_trial(state.step.batch, len(state.batches))
