@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,9 +83,9 @@ def plain(strategy: Any) -> dict[str, Any]:
     from lightning_shardckpt import ShardedStrategy
 
     found = vars(ShardedStrategy()).keys() - {"_parallel_devices", "_build"}
-    kinds = (bool, int, float, str, dict, tuple)
+    kinds = (bool, int, float, str, dict, tuple, type(None))
     return {
-        name: repr(value)
+        name: re.sub(" at 0x[0-9a-f]+", "", repr(value))
         for name, value in vars(strategy).items()
         if name in found and (isinstance(value, kinds) or dataclasses.is_dataclass(value))
     }
