@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
+    from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.merging import merge
     from lightning_shardckpt.parallel.pipeline.build import Pipeline
     from lightning_shardckpt.parallel.sharding.fsdp import FSDP
@@ -45,7 +46,7 @@ _HOMES = {
     "ShardCkptIO": "checkpoint_io",
     "FollowedMetrics": "callbacks",
     "load_from_checkpoint": "from_checkpoint",
-    **dict.fromkeys(("load_keys", "metadata"), "lazy"),
+    **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
     "full_state_dict": "parallel.tensors.values",
     "merge": "merging",

@@ -1,4 +1,4 @@
-"""Lists the contents of a checkpoint and reads parts of it, without a process group.
+"""Lazy access to checkpoints: list their contents and read parts, without a process group.
 
 Names and shapes are available without torch. Tensors of the model have their own names; the names of others begin with
 ``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``. The same holds for values in documents (see
@@ -11,18 +11,20 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.index import COMPONENTS, TensorSpec
-from lightning_shardckpt.format.layout import Shape
+from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import ValueInfo, entries_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_SUGGESTIONS = 3
 _ROLES = ("model", "optimizer", "trainer", "frozen", "peft", "huggingface")
@@ -67,8 +69,6 @@ def metadata(
 ) -> Metadata:
     """Return the description of a checkpoint. Reads its root index and, with ``values``, its documents; no torch.
 
-    Waits for the asynchronous saves of this process.
-
     Args:
         path: a checkpoint of this package, or its URL; or a checkpoint of torch.distributed.checkpoint, a Hugging Face
             directory, a safetensors file or a file of ``torch.save``, which need torch and have no checksums.
@@ -79,16 +79,10 @@ def metadata(
     Raises:
         CheckpointNotFoundError: describes the content of the path, and suggests another one.
     """
-    drain_all()
-    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    source, _ = open_source(file_path(path), storage)
-    with closing(source):
-        stored, root = _stored_tensors(source), source.root
-        tensors = {
-            name: TensorInfo(spec.dtype, spec.shape, bytes_in(spec.shape, spec.dtype))
-            for name, (_, _, spec) in stored.items()
-        }
-        found = {name: ValueInfo.of(value) for name, value in _entries(source, stored).items()} if values else None
+    with open(path, storage_options=storage_options, pre_download=pre_download) as opened:
+        root = opened.source.root
+        tensors = {name: TensorInfo(lazy.dtype, lazy.shape, lazy.nbytes) for name, lazy in opened.items()}
+        found = {name: ValueInfo.of(value) for name, value in opened.entries().items()} if values else None
         if root is None:
             return Metadata(tensors, values=found)
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software, found)
@@ -120,66 +114,170 @@ def load_keys(
     """
     if isinstance(keys, str):
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
-    import torch  # imported here, since names and shapes don't need it
-
-    from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-    from lightning_shardckpt.state.json_tree import decode_small
-    from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-
-    drain_all()
-    names, storage = list(keys), StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    source, _ = open_source(file_path(path), storage, verify=verify)
-    with closing(source):
-        stored = _stored_tensors(source)
-        others = [name for name in dict.fromkeys(names) if name not in stored]
-        entries = _entries(source, stored, others) if others else {}
-        missing = [_describe_missing(name, [*stored, *entries]) for name in others if name not in entries]
+    names = list(keys)
+    with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as opened:
+        others = [name for name in dict.fromkeys(names) if name not in opened]
+        entries = opened.entries(others) if others else {}
+        missing = [_describe_missing(name, [*opened, *entries]) for name in others if name not in entries]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
         for name in names:
-            if name in entries:
-                yield name, decode_small(entries[name])
-                continue
-            component, key, spec = stored[name]
-            source.checked_shape(component, key)
-            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-            read_targets(source, [ReadTarget(component, key, tensor)])
-            yield name, tensor
+            yield name, opened[name][...] if name in opened else _decoded(entries[name])
 
 
-class _Stored(NamedTuple):
+def open(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
+) -> OpenCheckpoint:
+    """Open a checkpoint as a mapping from names to lazy tensors, which are read when they are sliced.
+
+    Close it after use, or use it as a context manager. Waits for the asynchronous saves of this process.
+
+    Args:
+        path: the checkpoint; see ``metadata``.
+        verify: compare checksums, if the format has them. Reads the whole of every block that a slice touches.
+        storage_options: options for URLs; see ``ShardCkptIO``.
+        pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
+
+    Raises:
+        CheckpointNotFoundError: describes the content of the path, and suggests another one.
+    """
+    drain_all()
+    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    return OpenCheckpoint(open_source(file_path(path), storage, verify=verify)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A stored tensor, whose values are read by slicing. Made by ``open``."""
+
+    name: str
+    source: Source
     component: str
     key: str
     spec: TensorSpec
 
+    @property
+    def dtype(self) -> str:
+        """The dtype, as safetensors names it."""
+        return self.spec.dtype
 
-def _stored_tensors(source: Source) -> dict[str, _Stored]:
-    """Return the tensors of a checkpoint under all their names, the model's first."""
-    stored, components = dict[str, _Stored](), source.components()
-    for component in filter(components.__contains__, COMPONENTS):
-        tensors, prefix = components[component], "" if component == "model" else f"{component}/"
-        for name, key in {**{key: key for key in tensors.tensors}, **tensors.aliases}.items():
-            # on a collision, the model's name wins
-            stored.setdefault(prefix + name, _Stored(component, key, tensors.tensors[key]))
-    return stored
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole tensor."""
+        return self.spec.shape
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return bytes_in(self.spec.shape, self.spec.dtype)
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read a slice, and return it as a new tensor on the CPU. Reads only the blocks that the slice touches.
+
+        Args:
+            index: integers, slices with positive steps, and at most one ``...``, as for a tensor; ``[...]`` reads all.
+
+        Raises:
+            IndexError: if the index is out of range or not supported.
+            CorruptionError: naming file, tensor and rank.
+        """
+        import torch  # imported here, since names and shapes don't need it
+
+        from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+
+        box, rest = _sliced_box(index, self.shape)
+        if box.numel:
+            self.source.checked_shape(self.component, self.key)
+        part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
+        read_targets(self.source, [ReadTarget(self.component, self.key, part, box=box)])
+        return part[rest]
 
 
-def _entries(
-    source: Source, stored: Mapping[str, object], names: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Return the values of documents by name, as tagged JSON, except under names of tensors.
+def _sliced_box(index: Any, shape: Shape) -> tuple[Box, tuple[Any, ...]]:
+    """Return the smallest box that contains an indexed part of a tensor, and the index of the part in that box.
 
-    With ``names``, only documents that may contain one of them are read.
+    >>> box, rest = _sliced_box((slice(1, 8, 3), ..., -1), (10, 4, 5))
+    >>> box.start, box.stop, rest
+    ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, 1), 0))
     """
-    documents = source.root.documents if source.root is not None else ()
-    ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
-    entries: dict[str, Any] = {}
-    for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
-        if names is None or any(_may_have(role, rank, name) for name in names):
-            for name, value in entries_of(role, _document(source, role, rank), rank).items():
-                if name not in stored:
-                    entries.setdefault(name, value)
-    return entries
+    items = index if isinstance(index, tuple) else (index,)
+    at = items.index(...) if ... in items else len(items)
+    given = [*items[:at], *items[at + 1 :]]
+    items = (*items[:at], *(slice(None),) * (len(shape) - len(given)), *items[at + 1 :])
+    if len(items) != len(shape) or any(type(item) not in (int, slice) for item in items):
+        raise IndexError(f"expected at most {len(shape)} integers or slices, and one ..., found {index}")
+    parts = [range(size)[item] for item, size in zip(items, shape, strict=True)]  # raises for an integer out of range
+    if any(isinstance(part, range) and part.step < 0 for part in parts):
+        raise IndexError(f"steps must be positive, found {index}")
+    ranges = [part if isinstance(part, range) else range(part, part + 1) for part in parts]
+    rest = tuple(slice(None, None, part.step) if isinstance(part, range) else 0 for part in parts)
+    return Box(tuple(r.start for r in ranges), tuple(max(r.start, r.stop) for r in ranges)), rest
+
+
+class OpenCheckpoint(Mapping[str, LazyTensor]):
+    """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self._tensors, components = source, dict[str, LazyTensor](), source.components()
+        for component in filter(components.__contains__, COMPONENTS):
+            stored, prefix = components[component], "" if component == "model" else f"{component}/"
+            for name, key in {**{key: key for key in stored.tensors}, **stored.aliases}.items():
+                # on a collision, the model's name wins
+                lazy = LazyTensor(prefix + name, source, component, key, stored.tensors[key])
+                self._tensors.setdefault(lazy.name, lazy)
+
+    def entries(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the values of documents by name, as tagged JSON, except under names of tensors.
+
+        With ``names``, only documents that may contain one of them are read.
+        """
+        documents = self.source.root.documents if self.source.root is not None else ()
+        ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
+        entries: dict[str, Any] = {}
+        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
+            if names is None or any(_may_have(role, rank, name) for name in names):
+                for name, value in entries_of(role, _document(self.source, role, rank), rank).items():
+                    if name not in self:
+                        entries.setdefault(name, value)
+        return entries
+
+    def close(self) -> None:
+        """Close all files."""
+        self.source.close()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._tensors:
+            raise KeyError(f"the checkpoint does not have {_describe_missing(name, self)}")
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _decoded(value: Any) -> Any:
+    from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
+
+    return decode_small(value)
 
 
 def _document(source: Source, role: str, rank: int) -> Any:

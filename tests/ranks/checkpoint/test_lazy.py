@@ -1,4 +1,4 @@
-"""Parts of a checkpoint without a process group. Oracle: the tensors before the save."""
+"""Parts of a checkpoint without a process group. Oracles: the tensors before the save, and torch's own slicing."""
 
 from __future__ import annotations
 
@@ -34,6 +34,38 @@ def test_every_tensor_comes_back_whole_in_the_order_of_the_keys(saved: Path) -> 
     assert found[-1][1].data_ptr() != found[0][1].data_ptr()
 
 
+@pytest.mark.parametrize(
+    "index",
+    [..., -1, slice(2, 9, 3), slice(5, 2), (slice(1, 4), slice(2, None)), (..., 1), (slice(0, -1, 2), ...)],
+    ids=str,
+)
+def test_a_slice_is_what_torch_would_take(saved: Path, index: Any) -> None:
+    expected = {name: t for name, t in zoo.whole_tensors().items() if t.ndim >= 2 and min(t.shape) >= 4}
+    assert len(expected) > 5
+    with lightning_shardckpt.open(saved) as checkpoint:
+        wrong = [name for name, tensor in expected.items() if not same(checkpoint[name][index], tensor[index])]
+    assert wrong == []
+
+
+def test_only_the_blocks_of_a_slice_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, tensor = max(zoo.whole_tensors().items(), key=lambda item: item[1].nbytes)
+    rows = tensor.shape[0]
+    counted: list[int] = []
+    preadv = os.preadv
+
+    def counting(file: int, targets: list[memoryview], offset: int) -> int:
+        counted.append(sum(map(len, targets)))
+        return preadv(file, targets, offset)
+
+    with lightning_shardckpt.open(saved) as checkpoint:
+        lazy = checkpoint[name]
+        part = lazy[rows // 2 : rows // 2 + 1]  # opens and checks the files
+        monkeypatch.setattr(os, "preadv", counting)
+        assert same(lazy[rows // 2 : rows // 2 + 1], part)
+    assert same(part, tensor[rows // 2 : rows // 2 + 1])
+    assert 0 < sum(counted) <= part.nbytes + 2 * 4096, f"{sum(counted)} bytes for {part.nbytes} of {tensor.nbytes}"
+
+
 def test_metadata_says_what_was_saved(saved: Path) -> None:
     expected = zoo.whole_tensors()
     expected["tied.float64"] = expected["rows.float64"]
@@ -48,22 +80,27 @@ def test_metadata_says_what_was_saved(saved: Path) -> None:
 def test_names_and_shapes_need_neither_torch_nor_lightning(saved: Path) -> None:
     script = f"""
 import sys, lightning_shardckpt
-print(len(lightning_shardckpt.metadata({str(saved)!r}).tensors))
+with lightning_shardckpt.open({str(saved)!r}) as checkpoint:
+    print(len(checkpoint), checkpoint["rows.float64"], len(lightning_shardckpt.metadata({str(saved)!r}).tensors))
 assert lightning_shardckpt.metadata({str(saved)!r}, values=True).values
 assert not {{"torch", "lightning", "lightning_fabric"}} & sys.modules.keys()
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == len(lightning_shardckpt.metadata(saved).tensors)
+    with lightning_shardckpt.open(saved) as checkpoint:
+        count, lazy = len(checkpoint), checkpoint["rows.float64"]
+    assert run.stdout.split() == [str(count), *repr(lazy).split(), str(count)]
 
 
 def test_names_that_are_not_there_are_told_before_anything_is_read(saved: Path) -> None:
     loading = lightning_shardckpt.load_keys(saved, ["rows.float64", "rows.float6", "nothing"])
     with pytest.raises(KeyError, match=r"does not have 'rows.float6' \(but 'rows.float64'.*\), 'nothing'"):
         next(loading)
+    with lightning_shardckpt.open(saved) as checkpoint, pytest.raises(KeyError, match=r"but 'rows\.float64'"):
+        checkpoint["row.float64"]
     with pytest.raises(CheckpointNotFoundError, match=f"did you mean .*{saved.name}"):
-        lightning_shardckpt.metadata(saved.parent)
+        lightning_shardckpt.open(saved.parent)
     with pytest.raises(TypeError, match=r"several names, such as \['rows'\]"):
         next(lightning_shardckpt.load_keys(saved, "rows"))
 
@@ -74,12 +111,12 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(saved: Path, tmp
     entries = [index["rows.float64"] for index in indexes if "rows.float64" in index]
     first = next(entry for entry in entries if entry["offsets"] == [0, 0])
     flip(copy / first["file"], first["begin"])
-    loading = lightning_shardckpt.load_keys(copy, ["last.bool", "rows.float64"])
-    assert same(next(loading)[1], zoo.whole_tensors()["last.bool"])
-    with pytest.raises(CorruptionError, match=r"'rows\.float64'.*written by rank"):
-        next(loading)
-    ((_, found),) = lightning_shardckpt.load_keys(copy, ["rows.float64"], verify=False)
-    assert not same(found, zoo.whole_tensors()["rows.float64"])
+    with lightning_shardckpt.open(copy) as checkpoint:
+        with pytest.raises(CorruptionError, match=r"'rows\.float64'.*written by rank"):
+            checkpoint["rows.float64"][0]
+        assert same(checkpoint["rows.float64"][-1], zoo.whole_tensors()["rows.float64"][-1])
+    with lightning_shardckpt.open(copy, verify=False) as checkpoint:
+        assert not same(checkpoint["rows.float64"][0], zoo.whole_tensors()["rows.float64"][0])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,6 +137,8 @@ def test_other_formats_are_opened_alike(tmp_path: Path) -> None:
         assert found.step is None
         loaded = lightning_shardckpt.load_keys(tmp_path / name, weights)
         assert all(same(tensor, weights[key]) for key, tensor in loaded)
+        with lightning_shardckpt.open(tmp_path / name) as checkpoint:
+            assert same(checkpoint["a.weight"][5:9, ::7], weights["a.weight"][5:9, ::7])
 
 
 # ── what is in documents ──────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shardckpt import load, load_keys
+from lightning_shardckpt import load
+from lightning_shardckpt import open as open_checkpoint
 from tests.support import other_programs
 from tests.support.whole_state import differing
 
@@ -35,5 +36,5 @@ def test_weights_are_read_with_any_prefix_of_file_names(tmp_path: Path, safe: bo
     assert len(list((tmp_path / "a").iterdir())) > 3
     load(tmp_path / "a", {"model": live})
     assert not differing(dict(live.state_dict()), dict(saved.state_dict()))
-    ((_, weight),) = load_keys(tmp_path / "a", ["embed.weight"])
-    assert torch.equal(weight, saved.embed.weight)
+    with open_checkpoint(tmp_path / "a") as checkpoint:
+        assert torch.equal(checkpoint["embed.weight"][2:4], saved.embed.weight[2:4])

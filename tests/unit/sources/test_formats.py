@@ -210,7 +210,7 @@ FOLDERS = {
 
 Door = Callable[[str], Any]
 LOAD: Door = lambda path: ckpt.load(path, {"model": torch.nn.Linear(4, 2)})  # noqa: E731
-FUNCTIONS: list[Door] = [LOAD, ckpt.metadata, verify, inspect]
+FUNCTIONS: list[Door] = [LOAD, ckpt.metadata, ckpt.open, verify, inspect]
 LOCAL_ONLY: list[Door] = [
     consolidate,
     lambda path: ckpt.load_from_checkpoint(tiny.TinyLM, path),
