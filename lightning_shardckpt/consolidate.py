@@ -29,9 +29,9 @@ from lightning_shardckpt.sources.open_source import describe_path, did_you_mean,
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
 from lightning_shardckpt.storage.temporaries import output_directory, output_file
+from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import progress, size_text
 from lightning_shardckpt.system.threads import drain_all
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 
 _log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_shardckpt.checkpoint.describe import check_loaded
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,

@@ -25,7 +25,7 @@ from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, LoadSt
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
-from lightning_shardckpt.compat.pytree import map_tensors
+from lightning_shardckpt.compat.torch_tensors import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
 from lightning_shardckpt.sources.hugging_face import is_safetensors

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
+from lightning_shardckpt.checkpoint.describe import mark_partly_loaded
 from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets
-from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component

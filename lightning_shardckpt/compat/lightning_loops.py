@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 
-from lightning_shardckpt.compat.lightning_attributes import override_methods
+from lightning_shardckpt.compat.torch_modules import override_methods
 from lightning_shardckpt.system.random_generators import preserve_rng
 
 EndBatch = Callable[[], None]

@@ -34,8 +34,8 @@ from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import show_samplers
-from lightning_shardckpt.compat.lightning_attributes import override_methods
 from lightning_shardckpt.compat.lightning_loops import is_stateful
+from lightning_shardckpt.compat.torch_modules import override_methods
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks

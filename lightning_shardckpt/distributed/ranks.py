@@ -24,8 +24,8 @@ from lightning_shardckpt.compat.torch_distributed import Store, get_if_set, pref
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
 from lightning_shardckpt.distributed.world import World, current_world, raise_if_lost, watch_run
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
+from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 T = TypeVar("T")
 R = TypeVar("R")

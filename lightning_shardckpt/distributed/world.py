@@ -43,10 +43,9 @@ from lightning_shardckpt.compat.torch_distributed import (
     put_bytes,
 )
 from lightning_shardckpt.errors import RankError, ShardCkptError
-from lightning_shardckpt.system.host import host_id, start_time
+from lightning_shardckpt.system.host import TUNING, Tuning, host_id, start_time
 from lightning_shardckpt.system.text import one_line
 from lightning_shardckpt.system.threads import NoThreadError, Worker
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone

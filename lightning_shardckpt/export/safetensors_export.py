@@ -15,7 +15,16 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, StateError
-from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, Options, WholeFile, plan_conversion, write
+from lightning_shardckpt.export.whole_files import (
+    OPTIMIZER,
+    WRITER,
+    Export,
+    Options,
+    Region,
+    WholeFile,
+    plan_conversion,
+    write,
+)
 from lightning_shardckpt.format.index import EXPORT_FOLDER, Component
 from lightning_shardckpt.format.safetensors_header import (
     OutputFile,
@@ -36,7 +45,6 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.storage.temporaries import NewFile, output_directory
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.transfer.file_filler import Region
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import MB
 

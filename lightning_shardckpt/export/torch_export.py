@@ -21,7 +21,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.whole_files import Export, Options, WholeFile, plan_conversion
+from lightning_shardckpt.export.whole_files import Export, Options, Region, WholeFile, plan_conversion
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source, assemble
 from lightning_shardckpt.state.documents import FROZEN
@@ -29,7 +29,6 @@ from lightning_shardckpt.state.json_tree import Dropped, Pickled, decode, refuse
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.transfer.file_filler import Region
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 _LOCAL_HEADER_BYTES = 30  # of a record of a zip archive, before its name and its extra field

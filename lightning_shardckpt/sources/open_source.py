@@ -24,7 +24,7 @@ from lightning_shardckpt.sources import hugging_face
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.host import TUNING
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.dtensor import live_state_dict
-from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
+from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.model import WholeNames, parameter_names

@@ -24,7 +24,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
 from lightning_shardckpt.storage.posix import locked
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory

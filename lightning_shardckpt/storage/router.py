@@ -13,7 +13,7 @@ from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.remote_storage import CachedReader, RemoteStorage
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 
 _LOCAL_PROTOCOLS = ("file://", "local://")
 _MANGLED_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|memory|https?):/[^/]")

@@ -33,8 +33,8 @@ from lightning_shardckpt.distributed.world import current_world, unequal_batches
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
+from lightning_shardckpt.system.host import Tuning
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.system.tuning import Tuning
 
 
 class BatchAgreement:

@@ -46,7 +46,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
 

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.lightning_attributes import override_methods
+from lightning_shardckpt.compat.torch_modules import override_methods
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shardckpt.compat.pytree import tree_map
+from lightning_shardckpt.compat.torch_tensors import tree_map
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.placeholder import first_placeholder, leak_error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.distributed.world import watch_run
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.fabric import ShardedStrategy
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system.host import Tuning
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.tiny import TinyLM, loader, trainer
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 
 if TYPE_CHECKING:
     import pytest

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 
 EXECUTES = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
 """Options of ``fit`` for a file with classes in it; Lightning 2.5 has no such option, and reads them anyway."""

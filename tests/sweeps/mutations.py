@@ -236,7 +236,7 @@ MUTATIONS = (
     Mutation("gradients of replicas are summed, not averaged", STEP, "parallel/sharding/gradient_sync.py",
              "target.copy_(total.mul_(reduction.scale).view(target.shape))", "target.copy_(total.view(target.shape))",
              ("ranks/parallel/test_replicas.py",)),
-    Mutation("tensors that are read together overwrite one another", ONCE, "transfer/file_filler.py",
+    Mutation("tensors that are read together overwrite one another", ONCE, "export/whole_files.py",
              "        at += piece.nbytes\n", "        pass\n", ("ranks/export/test_export.py",)),
     Mutation("gradients are clipped by the norm of this rank's shard", STEP, "parallel/sharding/clip_grad.py",
              "    if ranks > 1:\n        dist.all_reduce(total", "    if False:\n        dist.all_reduce(total",

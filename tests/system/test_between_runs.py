@@ -26,8 +26,8 @@ from lightning_shardckpt import Pipeline
 from lightning_shardckpt.distributed.host_numbers import any_rank, notices
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.fabric import ShardedStrategy
-from lightning_shardckpt.system import tuning as tunings
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system import host
+from lightning_shardckpt.system.host import Tuning
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
@@ -279,7 +279,7 @@ def end_with_the_store() -> str:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     # Rank 0 answers when rank 1 has looked for the answer in vain, and looks again only after rank 0 has ended.
     notices.append(lambda *_: rendezvous.set("looked", "") if rank else None)
-    ranks = Ranks.of_default_group(tuning=SELDOM if rank else tunings.TUNING)
+    ranks = Ranks.of_default_group(tuning=SELDOM if rank else host.TUNING)
     ranks.step("saving", lambda: rank, lambda rows: len(rendezvous.get("looked")))
     if rank == 0:
         del ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system.host import Tuning
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

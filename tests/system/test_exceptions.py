@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.host import TUNING
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

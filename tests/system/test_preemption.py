@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.sources.open_source import open_checkpoint
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.host import TUNING
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.pool import run_ranks

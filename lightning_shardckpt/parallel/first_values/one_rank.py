@@ -31,10 +31,17 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_distributed import distribute_locally
 from lightning_shardckpt.compat.torch_modules import buffer_slots, parameter_slots
-from lightning_shardckpt.compat.torch_tensors import DispatchMode, Overload, below_functions, dispatches, memory_id
+from lightning_shardckpt.compat.torch_tensors import (
+    DispatchMode,
+    Overload,
+    below_functions,
+    dispatches,
+    memory_id,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_shardckpt.compat.torch_tensors import written_arguments as written
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, TopologyError, UnsupportedCodeError

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.pytree import tree_map
+from lightning_shardckpt.compat.torch_tensors import tree_map
 from lightning_shardckpt.distributed.host_numbers import (
     HostCopy,
     gather_numbers,

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_distributed import watch_collectives
 from lightning_shardckpt.compat.torch_modules import intercept_calls
+from lightning_shardckpt.compat.torch_tensors import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.placeholder import (

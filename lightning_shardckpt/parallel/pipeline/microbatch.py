@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.torch_tensors import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry, Placeholder, leak_error
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
     keep_version,
     mark_as_parameter,
     shares_memory,
+    tree_leaves,
+    tree_map,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError

@@ -35,7 +35,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.pytree import tree_leaves
 from lightning_shardckpt.compat.torch_autograd import after_backward, in_backward
 from lightning_shardckpt.compat.torch_modules import parameter_slots
 from lightning_shardckpt.compat.torch_tensors import (
@@ -44,6 +43,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     keep_version,
     set_accumulation_hooks,
     storage_uses,
+    tree_leaves,
     with_hooks,
     without_torch_function,
 )

@@ -23,9 +23,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.compat.torch_modules import argument_hooks, keep_hooks, result_hooks, without_global_hooks
-from lightning_shardckpt.compat.torch_tensors import without_modes
+from lightning_shardckpt.compat.torch_tensors import tree_leaves, tree_map, without_modes
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules

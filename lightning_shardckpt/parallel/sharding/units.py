@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.torch_modules import (
     has_compiled,
     parameter_slots,
@@ -46,6 +45,7 @@ from lightning_shardckpt.compat.torch_modules import (
 )
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
+    map_tensors,
     memory_id,
     version_of,
     viewed_tensor,

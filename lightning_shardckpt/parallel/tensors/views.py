@@ -13,8 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.pytree import map_tensors
-from lightning_shardckpt.compat.torch_tensors import memory_id, version_of, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import map_tensors, memory_id, version_of, without_torch_function
 from lightning_shardckpt.parallel.tensors.gathered_weights import SavedParameters, version_key
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part

@@ -28,7 +28,7 @@ from lightning_shardckpt.state.model import WholeNames, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, copy_all
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system.host import Tuning
 from tests.support.pool import run_ranks
 from tests.support.storages import TIMEOUT_S, Gated, complete, disk_error
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, MismatchError, RankError, StateError
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.host import TUNING, Tuning
 from tests.support.pool import run_ranks
 
 WORLD = 3

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import FileStore
 
 from lightning_shardckpt.fabric import ShardedStrategy
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system.host import Tuning
 from tests.support.pool import run_ranks
 
 QUICK = Tuning(watch_s=0.01, exception_agreement_s=0.05, error_delivery_s=0.1)

@@ -21,7 +21,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.safetensors_export import export_beside
 from lightning_shardckpt.export.whole_files import Options
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.host import TUNING
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.faults import in_small_windows

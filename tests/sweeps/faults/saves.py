@@ -24,7 +24,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.host import TUNING
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.system.host import Tuning
 from tests.sweeps.faults.inject import NO_FAULT, READING, WRITES, Change, Fault, Interposer
 
 Found = Literal["old", "new", "mixed", "lost"]

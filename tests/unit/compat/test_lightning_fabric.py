@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
-from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric, override_methods
+from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric, override_methods
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.boring import trainer
 from tests.support.pool import run_ranks
@@ -100,7 +100,7 @@ def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None
     assert len(drawn) == len(set(drawn)) == 8
 
 
-# ── attributes of Lightning's objects are where `compat.lightning_attributes` looks for them ──────────────────────────
+# ── attributes of Lightning's objects are where `compat.torch_modules` looks for them ──────────────────────────
 
 
 def test_what_fabric_returns_leads_to_what_it_was_given() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from lightning_shardckpt.compat import pytree
+from lightning_shardckpt.compat import torch_tensors as trees
 from lightning_shardckpt.compat.torch_distributed import interleaved_order, watch_collectives
 from tests.support.pool import run_ranks
 
@@ -68,34 +68,34 @@ Pair = namedtuple("Pair", ["first", "second"])
 def test_containers_are_walked_in_order_and_other_objects_are_leaves() -> None:
     tensor, thing = torch.zeros(2), object()
     tree = {"b": [tensor, (1, None)], "a": Pair(thing, "text")}
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = trees.tree_flatten(tree)
     assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in (tensor, 1, None, thing, "text")]
-    assert pytree.tree_leaves(tree) == leaves and pytree.tree_unflatten(leaves, spec) == tree
-    assert isinstance(pytree.tree_unflatten(leaves, spec)["a"], Pair)
-    same, other = (pytree.tree_flatten({"b": [2, (3, 4)], name: Pair(5, 6)})[1] for name in "ac")
+    assert trees.tree_leaves(tree) == leaves and trees.tree_unflatten(leaves, spec) == tree
+    assert isinstance(trees.tree_unflatten(leaves, spec)["a"], Pair)
+    same, other = (trees.tree_flatten({"b": [2, (3, 4)], name: Pair(5, 6)})[1] for name in "ac")
     assert same == spec != other and hash(same) == hash(spec)
 
 
 def test_calls_with_the_same_leaves_and_nesting_have_one_key() -> None:
     tensor, nested = torch.zeros(2), {"b": [torch.ones(1)]}
     for args, kwargs in (((tensor, 1), {"k": None}), ((tensor, nested), {"k": (2,)})):
-        leaves, key = pytree.flatten_call(args, kwargs)
-        expected = pytree.tree_leaves((args, kwargs))
+        leaves, key = trees.flatten_call(args, kwargs)
+        expected = trees.tree_leaves((args, kwargs))
         assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
-        assert pytree.flatten_call(args, kwargs)[1] == key
-        assert key not in (pytree.flatten_call(args, {})[1], pytree.flatten_call(args[:1], kwargs)[1])
-        assert key != pytree.flatten_call(args, {"other": kwargs["k"]})[1]
+        assert trees.flatten_call(args, kwargs)[1] == key
+        assert key not in (trees.flatten_call(args, {})[1], trees.flatten_call(args[:1], kwargs)[1])
+        assert key != trees.flatten_call(args, {"other": kwargs["k"]})[1]
 
 
 def test_tensors_are_replaced_and_containers_keep_their_types_where_torch_knows_them() -> None:
     tree = OrderedDict(a=[torch.ones(2), other := object()], b=Pair((torch.zeros(1),), "text"))
-    found = pytree.map_tensors(lambda tensor: tensor + 1, tree)
+    found = trees.map_tensors(lambda tensor: tensor + 1, tree)
     assert isinstance(found, OrderedDict) and isinstance(found["b"], Pair)
     assert found["a"][0].tolist() == [2, 2] and found["a"][1] is other and tree["a"][0].tolist() == [1, 1]
     assert found["b"].first[0].tolist() == [1] and found["b"].second == "text"
     unknown = UserDict(a=torch.ones(1))
-    assert pytree.map_tensors(lambda tensor: tensor, tree) is tree and pytree.map_tensors(torch.neg, unknown) is unknown
-    assert pytree.tree_map(lambda leaf: leaf * 2, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
+    assert trees.map_tensors(lambda tensor: tensor, tree) is tree and trees.map_tensors(torch.neg, unknown) is unknown
+    assert trees.tree_map(lambda leaf: leaf * 2, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Settings:
 
 
 def test_a_dataclass_of_tensors_is_a_container_and_comes_back_as_it_was_and_another_is_a_leaf() -> None:
-    leaves, spec = pytree.tree_flatten([Hidden(torch.ones(2), Hidden(torch.zeros(1), None), 3)])
+    leaves, spec = trees.tree_flatten([Hidden(torch.ones(2), Hidden(torch.zeros(1), None), 3)])
     assert [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves] == [[1, 1], [0], None, 0, 3]
-    (found,) = pytree.tree_unflatten([leaf * 2 if leaf is not None else None for leaf in leaves], spec)
+    (found,) = trees.tree_unflatten([leaf * 2 if leaf is not None else None for leaf in leaves], spec)
     assert isinstance(found, Hidden) and isinstance(found.inner, Hidden)
     assert (found.x.tolist(), found.inner.x.tolist(), found.depth) == ([2, 2], [0], 6)
     plain = Settings()
-    assert pytree.tree_flatten([plain])[0] == [plain]
+    assert trees.tree_flatten([plain])[0] == [plain]

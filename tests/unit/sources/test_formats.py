@@ -22,6 +22,7 @@ from torch import Tensor
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.export.whole_files import Region, fill
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
@@ -29,7 +30,6 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
-from lightning_shardckpt.transfer.file_filler import Region, fill
 from tests.support import tiny
 
 TENSORS = {
