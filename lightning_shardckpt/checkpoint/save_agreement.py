@@ -65,7 +65,7 @@ class GroupTable(TypedDict):
 
 
 class WriteReport(TypedDict):
-    """The files that one rank wrote: its indexes by component, its documents, and the bytes and elements of all.
+    """The files that one rank wrote: its indexes by component, its documents, and the elements of all.
 
     ``shared`` has the digests of tensors that other groups of ranks hold, too. ``notes`` are sentences for the user;
     empty on rank 0, which keeps its own.
@@ -75,7 +75,6 @@ class WriteReport(TypedDict):
     documents: list[FileInfo]
     shared: Digests
     elements: int
-    nbytes: int
     notes: list[str]
 
 

@@ -337,18 +337,13 @@ class SaveJob:
             "documents": documents,
             "shared": content.shared,
             "elements": plan.elements,
-            "nbytes": sum(file.nbytes for files in plan.files.values() for file in files)
-            + sum(info.nbytes for info in [*indexes.values(), *documents]),
             "notes": [] if draft is self._draft else draft.notes,
         }
 
-    def commit(self, agreed: Agreement, reports: list[WriteReport]) -> int:
+    def commit(self, agreed: Agreement, reports: list[WriteReport]) -> None:
         """Check completeness, write the root index, and publish the draft.
 
         Runs on rank 0, when all ranks have written.
-
-        Returns:
-            The bytes of all files.
 
         Raises:
             MismatchError: if groups of ranks hold different values of a tensor.
@@ -382,7 +377,6 @@ class SaveJob:
         self.notes += self._draft.notes
         self.notes += dict.fromkeys(note for report in reports for note in report["notes"])
         self._draft = None
-        return sum(report["nbytes"] for report in reports) + len(content)
 
     def __enter__(self) -> Self:
         return self
