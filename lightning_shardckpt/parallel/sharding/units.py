@@ -5,10 +5,11 @@ runs, the module has plain tensors in place of the parameters that
 
 * ``fully_shard`` gathers, through `fsdp_proxies`;
 * torch.compile or a fast path of torch's attention reads;
-* a tensor-parallel plan shards;
+* a tensor-parallel plan shards, beside the data axes;
 * a pipeline keeps for several passes.
 
-All other parameters stay sharded, and are gathered one by one when a function needs them.
+A parameter that only a plan shards computes itself, as torch's DTensor. All other parameters stay sharded, and are
+gathered one by one when a function needs them.
 
 The tensors that autograd saves for the backward do not include gathered parameters: hooks save a reference in their
 place, and ``fully_shard`` gathers again when autograd unpacks it.
