@@ -4,7 +4,7 @@ A message consists of a header and tensors. The header holds numbers from host m
 tensors, which may differ between microbatches, or a mark that the stage failed.
 
 - Headers are sent over gloo, with tags that identify the message.
-- CPU tensors are sent over gloo, too.
+- CPU tensors are sent over gloo, too; small ones inside the header.
 - GPU tensors are sent over a communicator without tags, so both sides post sends and receives in the order of
   `Schedule.plan`. Only the stream waits for them, and no rank reads a number from its device.
 """
@@ -25,6 +25,8 @@ from lightning_shardckpt.parallel.pipeline.schedule import Receive, Schedule
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 _HEADER = 256  # int64 numbers
+_HEADER_AND_TENSORS = 2048  # int64 numbers of a header with small tensors
+_ALIGNMENT = 16
 _TAGS = 64  # the maximum number of parts of a message
 _MICROBATCHES = 4096
 _FAILED = -1
@@ -106,9 +108,14 @@ class Transport:
         tag = _tag(place)
         values = [] if message is None else [tensor for tensor, _ in message.tensors.values()]
         tensors = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in values]
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(self._header_size, dtype=torch.int64)
         numbers = _encode_header(message, tensors)
         header.numpy()[: len(numbers)] = numbers
+        ranges = self._inline_ranges([tensor.nbytes for tensor in tensors])
+        if ranges is not None:
+            for tensor, (start, stop) in zip(tensors, ranges, strict=True):
+                header.view(torch.uint8)[start:stop] = byte_view(tensor)
+            tensors = []
         while self._pending and self._pending[0][0].is_completed():
             self._pending.pop(0)[0].wait()
         self._post_send(header, peer, self.header_group, tag)
@@ -121,7 +128,7 @@ class Transport:
         source = self._source(place)
         if source is None or place in self._headers or place in self._incoming:
             return
-        header = torch.empty(_HEADER, dtype=torch.int64)
+        header = torch.empty(self._header_size, dtype=torch.int64)
         work = dist.irecv(header, group=self.header_group, group_src=source, tag=_tag(place))
         assert work is not None
         self._headers[place] = work, header
@@ -170,6 +177,10 @@ class Transport:
         """True if tensors are sent over gloo, too."""
         return self.device.type == "cpu"
 
+    @property
+    def _header_size(self) -> int:
+        return _HEADER_AND_TENSORS if self._has_tags else _HEADER
+
     def _post_send(self, tensor: Tensor, to: int, group: dist.ProcessGroup, tag: int) -> None:
         work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
         assert work is not None
@@ -185,15 +196,19 @@ class Transport:
         self._incoming[place] = self._read_header(header, source, _tag(place))
 
     def _read_header(self, header: Tensor, source: int, tag: int) -> _Incoming:
-        """Read a header, and post the receives of the tensors."""
-        numbers = header.tolist()
+        """Read a header, and post the receives of the tensors that are not inside it."""
+        numbers = header.numpy()[:_HEADER].tolist()
         if numbers[0] == _FAILED:
             return _Incoming(None)
         checks, parts = _decode_header(numbers)
         values = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, dtype, shape in parts]
+        ranges = self._inline_ranges([tensor.nbytes for tensor in values])
         works = []
         for part, tensor in enumerate(values):
-            if tensor.numel():
+            if ranges is not None:
+                start, stop = ranges[part]
+                byte_view(tensor).copy_(header.view(torch.uint8)[start:stop])
+            elif tensor.numel():
                 own_tag = tag + 1 + part if self._has_tags else 0
                 works.append(dist.irecv(byte_view(tensor), group=self.group, group_src=source, tag=own_tag))
         tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(values, parts, strict=True)}
@@ -203,6 +218,16 @@ class Transport:
         """Return the rank that sends a message; None if it is this one."""
         peer = self._ranks[place.boundary + (place.direction == "backward")]
         return None if peer == self.rank else peer
+
+    def _inline_ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return the byte ranges of tensors inside a header; None if they are sent separately."""
+        if not self._has_tags:
+            return None
+        ranges, at = list[tuple[int, int]](), _HEADER * torch.int64.itemsize
+        for size in sizes:
+            ranges.append((at, at + size))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return ranges if at <= self._header_size * torch.int64.itemsize else None
 
 
 def _tag(place: Receive) -> int:
