@@ -31,8 +31,8 @@ from tests.sweeps.twins.run import (
 TOGETHER = 24  # so many cases run in the same processes, one after the other
 # The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 96, "fsdp2": 96, "replicas": 96, "tp2": 96, "pp2": 48, "hsdp": 192, "fsdp2 x tp2": 192}
-ONE_RESUMED_OF = 96
+ONE_OF = {"one": 16, "fsdp2": 16, "replicas": 16, "tp2": 16, "pp2": 8, "hsdp": 32, "fsdp2 x tp2": 32}
+ONE_RESUMED_OF = 48
 
 GUARDED = {
     "fsdp2": (
