@@ -253,19 +253,3 @@ def reduce_part(placements: Sequence[Placement], name: str, gradient: Tensor) ->
     if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(placements):  # such as a partial sum
         gradient = gradient.redistribute(placements=placements)
     return gradient
-
-
-class RowsToRead(torch.autograd.Function):
-    """Returns this rank's rows of a parameter of ``fully_shard``, without a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: DTensor) -> Tensor:
-        ctx.name = describe(shard)
-        return local_tensor(shard).detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        raise UnsupportedCodeError(
-            f"a loss depends on to_local() of {ctx.name}, the rows of one rank, whose gradient nobody reduces. Use the "
-            "parameter itself, or full_tensor()."
-        )

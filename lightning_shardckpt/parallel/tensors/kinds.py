@@ -1,6 +1,7 @@
 """Kinds of torch functions, by how they are run on sharded tensors. Pure: knows names only.
 
-A function in no list runs on gathered tensors, which is always right. The lists name those that need less.
+A function in no list runs on gathered tensors, which is always right. The lists name those that must not, because of
+their meaning or their memory.
 """
 
 from __future__ import annotations
@@ -15,97 +16,66 @@ class Kind(Enum):
     """How a function is run on sharded tensors."""
 
     METADATA = auto()
-    """Reads shapes, dtypes and flags, which DTensor answers for the whole tensor."""
-    ACCESSOR = auto()
-    """Reads or writes ``data`` or ``grad``, which ShardedTensor defines."""
-    AUTOGRAD = auto()
-    """Computes gradients, or acts on the tensor's place in the graph."""
+    """Reads shapes, dtypes and flags, which DTensor answers for the whole tensor, or acts on its place in the graph."""
+    DERIVATIVE = auto()
+    """Computes gradients."""
     HOOK = auto()
     """Registers a hook on the tensor's gradient."""
-    EXAMPLE = auto()
-    """Uses the shape, dtype or device of every argument after the first."""
-    LIKE = auto()
-    """Makes a tensor with the same sharding."""
-    RANDOM = auto()
-    """Draws values, the same ones as a single process."""
-    ELEMENTWISE = auto()
-    """Computes each element from the elements at its position."""
-    NORM = auto()
-    """Computes a norm over all elements."""
-    LISTS = auto()
-    """Computes elementwise on lists of tensors."""
-    LIST_OF_NORMS = auto()
-    """Computes the norm of each tensor of a list."""
     ADDRESS = auto()
     """Asks for memory, or its address."""
-    TEXT = auto()
-    """Formats the tensor."""
+    RANDOM = auto()
+    """Draws values, the same ones on all ranks."""
+    LIKE = auto()
+    """Makes a tensor with the same sharding."""
+    ELEMENTWISE = auto()
+    """Computes each element from the elements at its position."""
+    LISTS = auto()
+    """Computes elementwise on lists of tensors."""
+    EACH = auto()
+    """Reduces each tensor of a list."""
     WHOLE = auto()
     """Needs the gathered tensor."""
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_METADATA = _words(
-    """
-    shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad grad_fn
-    is_floating_point is_complex is_signed is_conj is_neg element_size itemsize nbytes is_cuda is_cpu is_meta
-    is_sparse is_quantized is_mkldnn is_nested is_xla is_xpu is_mps is_ipu is_hpu is_vulkan is_mtia is_maia
-    is_contiguous stride storage_offset names has_names output_nr _version retains_grad is_inference is_shared
-    is_pinned get_device _backward_hooks _post_accumulate_grad_hooks _base requires_grad_ __len__ is_same_size
-    __hash__ __dir__ _is_view is_coalesced _is_zerotensor is_nonzero_static result_type can_cast is_tensor
-    is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to grad_dtype
-    _has_grad_dtype_override
-    """
-)
-_RANDOM = _words(
-    """
-    rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
-    geometric_ trunc_normal_ kaiming_uniform_ kaiming_normal_ kaiming_uniform kaiming_normal xavier_uniform_
-    xavier_normal_ orthogonal_ sparse_
-    """
-)
-_BY_NAME = {
-    name: kind
-    for kind, names in {
-        Kind.METADATA: _METADATA,
-        Kind.ACCESSOR: _words("data grad"),
-        Kind.AUTOGRAD: _words("backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn"),
-        Kind.HOOK: _words("register_hook register_post_accumulate_grad_hook"),
-        Kind.EXAMPLE: _words("type_as view_as expand_as reshape_as"),
-        Kind.LIKE: _words("zeros_like ones_like full_like empty_like"),
-        Kind.RANDOM: _RANDOM,
-        Kind.ADDRESS: _words("data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__"),
-        Kind.TEXT: _words("__repr__ __str__"),
-        Kind.LIST_OF_NORMS: _words("_foreach_norm"),
-        Kind.WHOLE: _words("_foreach_max"),
-        Kind.NORM: _words("norm vector_norm"),
-    }.items()
-    for name in names
+_NAMES = {
+    Kind.METADATA: """
+        shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad grad_fn
+        is_floating_point is_complex is_signed is_conj is_neg element_size itemsize nbytes is_cuda is_cpu is_meta
+        is_sparse is_quantized is_mkldnn is_nested is_xla is_xpu is_mps is_ipu is_hpu is_vulkan is_mtia is_maia
+        is_contiguous stride storage_offset names has_names output_nr _version retains_grad is_inference is_shared
+        is_pinned get_device _backward_hooks _post_accumulate_grad_hooks _base requires_grad_ __len__ is_same_size
+        __hash__ __dir__ _is_view is_coalesced _is_zerotensor result_type can_cast is_tensor is_storage
+        _has_compatible_shallow_copy_type is_distributed is_set_to grad_dtype _has_grad_dtype_override
+        backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn
+        """,
+    Kind.HOOK: "register_hook register_post_accumulate_grad_hook",
+    Kind.ADDRESS: "data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__",
+    Kind.RANDOM: """
+        rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
+        geometric_ kaiming_uniform_ kaiming_normal_ constant_
+        """,
+    Kind.LIKE: "zeros_like ones_like full_like empty_like",
+    Kind.ELEMENTWISE: """
+        add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power neg
+        negative abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin
+        cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit clamp clip clamp_min clamp_max
+        maximum minimum fmax fmin where lerp addcmul addcdiv eq ne lt le gt ge greater greater_equal less less_equal
+        not_equal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+        isfinite isinf isnan isposinf isneginf nan_to_num floor ceil round trunc fix frac copysign hypot xlogy
+        masked_fill clone detach contiguous to type float double half bfloat16 int long short char byte bool cpu
+        cuda copy zero fill alias positive ldexp nextafter heaviside deg2rad rad2deg digamma lgamma i0 sinc relu
+        conj_physical
+        """,
+    Kind.EACH: "_foreach_norm _foreach_max",
 }
-_ELEMENTWISE = _words(
-    """
-    add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power neg
-    negative abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin
-    cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit clamp clip clamp_min clamp_max
-    maximum minimum fmax fmin where lerp addcmul addcdiv eq ne lt le gt ge greater greater_equal less less_equal
-    not_equal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
-    isfinite isinf isnan isposinf isneginf nan_to_num floor ceil round trunc fix frac copysign hypot xlogy
-    masked_fill clone detach contiguous to type float double half bfloat16 int long short char byte bool cpu
-    cuda copy zero fill alias positive ldexp nextafter heaviside deg2rad rad2deg digamma lgamma i0 sinc relu
-    conj_physical constant
-    """
-)
-_OPERATORS = _words(
-    """
+_BY_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_OPERATORS = """
     add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv
     ifloordiv mod rmod imod pow rpow ipow neg abs pos eq ne lt le gt ge and rand iand or ror ior xor rxor ixor
     invert lshift rlshift ilshift rshift rrshift irshift
-    """
-)
-_IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS if name.startswith("i") and name != "invert")
+"""
+_BY_NAME |= {f"__{name}__": Kind.ELEMENTWISE for name in _OPERATORS.split()}
+_WRITERS = {"__setitem__", *(f"__{name}__" for name in _OPERATORS.split() if name.startswith("i") and name != "invert")}
 
 
 @cache
@@ -113,14 +83,10 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     """Return the kind of a function, as ``__torch_function__`` gets it."""
     name = name_of(func)
     if getattr(func, "__module__", None) == "torch.autograd":
-        return Kind.AUTOGRAD
-    if name in _BY_NAME:
-        return _BY_NAME[name]
+        return Kind.DERIVATIVE
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return Kind.LISTS
-    if name.removesuffix("_") in _ELEMENTWISE or (name.startswith("__") and name.strip("_") in _OPERATORS):
-        return Kind.ELEMENTWISE
-    return Kind.WHOLE
+        return _BY_NAME.get(name, Kind.LISTS)
+    return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"), Kind.WHOLE)
 
 
 @cache
@@ -136,8 +102,6 @@ def name_of(func: Callable[..., Any]) -> str:
 def writes_first(func: Callable[..., Any]) -> bool:
     """Return whether a function changes its first argument."""
     name = name_of(func)
-    if name in _IN_PLACE_OPERATORS or name == "__setitem__":
-        return True
     if name.startswith("__"):
-        return False
+        return name in _WRITERS
     return name.endswith("_") and name not in ("requires_grad_", "retain_grad_", "detach_")

@@ -3,13 +3,11 @@
 torch's DTensor refuses operations with plain tensors, returns the norm of a shard as the norm of the tensor, and loses
 assignments to ``data``. In contrast:
 
-* An operation with plain tensors, or one that combines elements, runs on the gathered tensor, through autograd, and
-  returns a plain tensor.
+* An operation runs on the gathered tensor, through autograd, and returns a plain tensor.
 * An elementwise operation on tensors with the same sharding runs on the shards, without communication, unless autograd
   records it.
-* A norm is computed from the norms of the shards.
 * An in-place operation, also on a view, changes the shards. All ranks must write the same values.
-* Random values are the ones that a single process would draw.
+* Random values are the same on all ranks.
 
 All ranks must therefore run the same operations in the same order; ``placement.Peers`` detects when they don't.
 """
@@ -40,11 +38,11 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import RECEIVER, RowsToRead, takes_gradients_late
+from lightning_shardckpt.parallel.tensors.gather import RECEIVER, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.gathered_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
-from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, describe, local_part
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -148,9 +146,16 @@ class ShardedTensor(DTensor):
             return gather_whole(self, "full_tensor")
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Return this rank's rows; a backward that reaches them is refused for parameters of torch's engine."""
+        """Return this rank's rows.
+
+        Raises:
+            UnsupportedCodeError: for parameters of torch's engine, if autograd would record their use.
+        """
         if torch.is_grad_enabled() and self.requires_grad and takes_gradients_late(self):
-            return RowsToRead.apply(self)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+            raise UnsupportedCodeError(
+                f"to_local() of {describe(self)} gives the rows of one rank, whose gradient no engine reduces. Use the "
+                "parameter itself, full_tensor(), or torch.no_grad()."
+            )
         return super().to_local(grad_placements=grad_placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -244,23 +249,6 @@ def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
     else:
         check_equal_on_ranks(value, sharding, what)
     return local_part(value.to(tensor.device), sharding).clone()
-
-
-def scatter(value: Tensor, tensor: DTensor) -> ShardedTensor:
-    """Shard a plain tensor, equal on all ranks, as ``tensor`` is. Differentiable."""
-    return as_sharded(Scatter.apply(value, tensor))  # type: ignore[no-untyped-call]  # torch's
-
-
-def check_not_leaf(target: Tensor, func: Function) -> None:
-    """Raise autograd's error if ``func`` would change a leaf that requires a gradient; torch.nn.init may."""
-    is_initializer = getattr(func, "__module__", None) == "torch.nn.init"
-    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf and not is_initializer:
-        raise RuntimeError(LEAF)
-
-
-def local_of(value: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor; a plain tensor itself."""
-    return local_tensor(value) if is_sharded(value) else value
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Values that ranks compute together: whole tensors, norms, random numbers, and checks that values are equal.
+"""Values that ranks compute together: whole tensors, random numbers, and checks that values are equal.
 
 Every function that communicates is collective: every rank that has a shard must call it, with the same tensors in the
 same order.
@@ -22,20 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.dtensor import local_tensor, spec_of
 from lightning_shardckpt.compat.torch_distributed import group_of_name
 from lightning_shardckpt.compat.torch_tensors import version_of
-from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group, wait_for
+from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import GATHERED, Gather, GatherItem
-from lightning_shardckpt.parallel.tensors.placement import (
-    Peers,
-    Sharding,
-    axis_peers,
-    describe,
-    local_part,
-    resolve_sharding,
-)
+from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, axis_peers, resolve_sharding
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
@@ -52,10 +45,18 @@ def sharding_of(tensor: DTensor) -> Sharding:
     return resolve_sharding(spec.mesh, tuple(spec.placements))
 
 
+def _model_axes(sharding: Sharding) -> list[Peers]:
+    """Return the ranks of each tensor-parallel axis with more than one."""
+    mesh = sharding.model_mesh
+    if mesh is None:
+        return []
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return [axis_peers(mesh, name) for name, size in zip(names, mesh.shape, strict=True) if size > 1]
+
+
 def _axes(sharding: Sharding) -> list[Peers]:
     """Return the ranks of every mesh axis of a tensor, also of axes that only replicate it."""
-    data_axes = [peers for peers in (sharding.shard, sharding.replicate) if peers is not None]
-    return data_axes + [peers for peers, _ in _model_axes(sharding)]
+    return [p for p in (sharding.shard, sharding.replicate, *_model_axes(sharding)) if p is not None]
 
 
 def gather_whole(
@@ -79,7 +80,7 @@ def gather_whole(
     else:
         whole = item.gather(local_tensor(tensor), what, device)
     if on_model_axes and isinstance(whole, DTensor):
-        for peers, _ in _model_axes(item.sharding):
+        for peers in _model_axes(item.sharding):
             peers.announce(what)
         replicated = [Replicate()] * whole.device_mesh.ndim
         whole = whole.redistribute(placements=replicated).to_local(grad_placements=replicated)
@@ -122,48 +123,11 @@ def _join_stages(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any
     """Return the entries of all ranks of a pipeline, each from the first rank that has it. Collective."""
     entries = dict[str, Any]()
     for source in range(group.size()):
-        is_source = group.rank() == source
-        new = {name: value for name, value in own.items() if name not in entries} if is_source else {}
-        is_tensor = {name: isinstance(value, torch.Tensor) for name, value in new.items()}
-        described = {name: value.to("meta") if is_tensor[name] else value for name, value in new.items()}
-        for name, value in broadcast_object(described, source, group).items():
-            if isinstance(value, torch.Tensor):
-                whole = torch.empty(value.shape, dtype=value.dtype)
-                if is_source:
-                    whole.copy_(new[name])
-                if whole.numel():
-                    work = dist.broadcast(byte_view(whole), group=group, group_src=source, async_op=True)
-                    wait_for(work, f"a copy of {name}", [dist.get_global_rank(group, source)])
-                value = new[name] if is_source else whole
-            entries[name] = value
+        for name in broadcast_object([name for name in own if name not in entries], source, group):
+            value = own.get(name)
+            sent = broadcast_object(value.cpu() if isinstance(value, Tensor) else value, source, group)
+            entries[name] = value if group.rank() == source else sent
     return entries
-
-
-def join_norms(tensors: Sequence[DTensor], own: Sequence[float], order: float) -> list[float]:
-    """Return the norm of each tensor, given the norms of this rank's rows; the tensors have the same sharding."""
-    sharding, norms = sharding_of(tensors[0]), list(own)
-    axes = [sharding.shard] if sharding.shard is not None else []
-    axes += [peers for peers, is_sharded in _model_axes(sharding) if is_sharded]
-    for peers in axes:
-        every = torch.tensor(peers.share(f"the norm of {describe(tensors[0])}", norms), dtype=torch.float64)
-        norms = torch.linalg.vector_norm(every, order, dim=0).tolist()
-    return norms
-
-
-class Scatter(torch.autograd.Function):
-    """Shards a plain tensor, equal on all ranks, as another tensor is."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, like: DTensor) -> DTensor:
-        ctx.placements = like.placements
-        local = local_part(value.detach(), sharding_of(like)).clone()
-        return new_dtensor(local, spec_of(like))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(placements=ctx.placements)
-        return gather_whole(gradient, "gradients"), None
 
 
 def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:
@@ -229,31 +193,16 @@ def draw_like_first_rank(sharding: Sharding, device: torch.device, what: str) ->
         mark = float(zlib.crc32(state.numpy().tobytes()))
         if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
             peers.broadcast_read(state, what)
-    differs = not torch.equal(own, state)
-    if differs:
-        _set_rng_state(state, device)
+
+    def set_state(new: Tensor) -> None:
+        if not torch.equal(own, state):
+            torch.cuda.set_rng_state(new, device) if cuda else torch.set_rng_state(new)
+
+    set_state(state)
     try:
         yield
     finally:
-        if differs:
-            _set_rng_state(own, device)
-
-
-def _set_rng_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def _model_axes(sharding: Sharding) -> list[tuple[Peers, bool]]:
-    """Return the ranks of each tensor-parallel axis, and whether the axis shards."""
-    mesh = sharding.model_mesh
-    if mesh is None:
-        return []
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    axes = zip(names, sharding.model, mesh.shape, strict=True)
-    return [(axis_peers(mesh, name), not placement.is_replicate()) for name, placement, size in axes if size > 1]
+        set_state(own)
 
 
 # ── numbers that code writes into sharded tensors ───────────────────────────────────────────────────────────────────

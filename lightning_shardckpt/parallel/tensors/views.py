@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_tensors import map_tensors, memory_id, version_of, without_torch_function
-from lightning_shardckpt.parallel.tensors.gathered_weights import SavedParameters, version_key
+from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.gathered_weights import version_key
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.placement import describe, local_part
 from lightning_shardckpt.parallel.tensors.sharded import (
+    LEAF,
     TAKES_PRECEDENCE,
     Function,
-    check_not_leaf,
     is_sharded,
     map_nested,
     new_like,
-    scatter,
     tensors_in,
 )
 from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
@@ -37,9 +37,9 @@ class ShardView(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kind_of(func) in (Kind.METADATA, Kind.AUTOGRAD, Kind.HOOK):
+        if kind_of(func) in (Kind.METADATA, Kind.DERIVATIVE, Kind.HOOK):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if not TAKES_PRECEDENCE.isdisjoint(types):
@@ -69,20 +69,26 @@ class GatheredTensor:
             self.version = version_key(self.shards)
 
     def write_back(self, what: str) -> None:
-        """Copy the whole tensor into the shards, through autograd if it requires a gradient."""
+        """Copy the whole tensor into the shards.
+
+        Raises:
+            UnsupportedCodeError: if the tensor has a history, or is not equal on all ranks.
+        """
         sharding = sharding_of(self.shards)
-        check_equal_on_ranks(self.whole.detach(), sharding, what)
-        if torch.is_grad_enabled() and self.whole.requires_grad:
-            self.shards.copy_(scatter(self.whole, self.shards))
-        else:
-            with torch.no_grad():
-                local_tensor(self.shards).copy_(local_part(self.whole.detach(), sharding))
-            increment_version(self.shards)
+        with torch.no_grad():
+            if self.whole.requires_grad and not self.shards.requires_grad:
+                raise UnsupportedCodeError(
+                    f"{what} writes values that require a gradient into {describe(self.shards)}, which is sharded "
+                    "without a history. Use a function that returns a new tensor, or torch.no_grad()."
+                )
+            check_equal_on_ranks(self.whole, sharding, what)
+            local_tensor(self.shards).copy_(local_part(self.whole, sharding))
+        increment_version(self.shards)
         self.version = version_key(self.shards)
 
 
-_kept: dict[tuple[int, torch.device, bool], GatheredTensor] | None = None
-"""Parameters that the running step has gathered for autograd; None between steps."""
+_kept: dict[int, GatheredTensor] | None = None
+"""Parameters that the running step has gathered for autograd, by id; None between steps."""
 
 
 @contextmanager
@@ -96,86 +102,53 @@ def keep_gathered() -> Iterator[None]:
         _kept = before
 
 
-def _gather(tensor: DTensor, what: str, device: torch.device, *, on_model_axes: bool) -> GatheredTensor:
+def _gather(tensor: DTensor, what: str) -> GatheredTensor:
     """Gather a tensor, or return the one that `keep_gathered` kept."""
-    is_kept = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
-    key, version = (id(tensor), device, on_model_axes), version_key(tensor)
-    if is_kept and _kept is not None and (kept := _kept.get(key)) is not None and kept.version == version:
-        return kept
-    whole = gather_whole(tensor, what, on_model_axes=on_model_axes, device=device)
-    gathered = GatheredTensor(tensor, whole, version)
-    if is_kept and _kept is not None:
-        _kept[key] = gathered
-    return gathered
-
-
-def _device_of(tensors: Sequence[Tensor], sharded: Tensor) -> torch.device:
-    """Return the device to gather on: if shards are offloaded to the CPU, the device of the other tensors."""
-    others = (t.device for t in tensors if t.ndim and not is_sharded(t)) if sharded.is_cpu else ()
-    return next(iter(others), sharded.device)
+    kept, version = _kept, version_key(tensor)
+    if kept is None or not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf):
+        return GatheredTensor(tensor, gather_whole(tensor, what), version)
+    if id(tensor) not in kept or kept[id(tensor)].version != version:
+        kept[id(tensor)] = GatheredTensor(tensor, gather_whole(tensor, what), version)
+    return kept[id(tensor)]
 
 
 def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function on gathered tensors; values that it writes into their memory reach the shards."""
+    """Run a function on gathered tensors; values that it writes into their memory reach the shards.
+
+    A result over such memory is the sharded tensor itself if that was written, and else a view of it. All other results
+    are plain. Collective: every rank that has a shard must call it.
+    """
     with without_torch_function():
         name = name_of(func)
         written = [*tensors_in(args[:1] if writes_first(func) else (), {}), *tensors_in((kwargs.get("out"),), {})]
-        for target in written:
-            check_not_leaf(target._origin.shards if isinstance(target, ShardView) else target, func)
-        tensors = list(tensors_in(args, kwargs))
-        has_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors)
+        if torch.is_grad_enabled():
+            for target in written:
+                leaf = target._origin.shards if isinstance(target, ShardView) else target
+                if leaf.requires_grad and leaf.is_leaf:
+                    raise RuntimeError(LEAF)
         origins: dict[int, GatheredTensor] = {}  # by memory
-        plain: dict[int, Tensor] = {}  # by the id of the argument
-        versions: dict[int, tuple[Tensor, int]] = {}  # by memory
+        arguments: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id: itself, the plain one, and that one's version
 
         def to_plain(value: Tensor) -> Tensor:
-            if id(value) in plain:
-                return plain[id(value)]
+            if id(value) in arguments:
+                return arguments[id(value)][1]
             if isinstance(value, ShardView):
-                origin = value._origin
+                origin, plain = value._origin, value.as_subclass(Tensor)
                 origin.refresh()
-                tensor = value.as_subclass(Tensor)
             elif isinstance(value, DTensor) and is_sharded(value):
-                on_model_axes = bool(written) or not has_activations
-                origin = _gather(value, name, _device_of(tensors, value), on_model_axes=on_model_axes)
-                tensor = origin.whole
-                if torch.is_grad_enabled() and any(value is target for target in written):
-                    tensor = tensor.clone()  # which autograd allows to change in place
-                    origin = GatheredTensor(value, tensor, origin.version)
+                origin = _gather(value, name)
+                plain = origin.whole
             else:
                 return value
-            plain[id(value)] = tensor
-            if not isinstance(tensor, DTensor):
-                memory = _memory(tensor)
-                origins[memory], versions[memory] = origin, (tensor, version_of(tensor))
-            return tensor
+            origins[_memory(plain)] = origin
+            arguments[id(value)] = value, plain, version_of(plain)
+            return plain
 
-        args, kwargs = map_nested(args, to_plain), map_nested(kwargs, to_plain)
-        saved = _save_parameters(origins.values())
-        with nullcontext() if saved is None else saved.hooks():
-            result = func(*args, **kwargs)
-        targets: dict[int, Tensor] = {}
-        for target in written:
-            tensor = plain.get(id(target))
-            if tensor is not None:
-                origins[_memory(tensor)].write_back(name)
-                versions.pop(_memory(tensor), None)
-                targets[id(tensor)] = target
-        for memory, (tensor, version) in versions.items():
-            if version_of(tensor) != version:  # changed because of a flag, such as inplace=True or max_norm
-                with torch.no_grad():
-                    origins[memory].write_back(name)
-        if saved is not None:
-            saved.end_forward()
+        result = func(*map_nested(args, to_plain), **map_nested(kwargs, to_plain))
+        for memory in dict.fromkeys(_memory(t) for _, t, before in arguments.values() if version_of(t) != before):
+            origins[memory].write_back(name)  # changed by the function, or because of a flag, such as inplace=True
+        targets = {id(arguments[id(t)][1]): t for t in written if id(t) in arguments}
         return map_tensors(lambda t: targets[id(t)] if id(t) in targets else _connect(t, origins), result)
-
-
-def _save_parameters(origins: Iterable[GatheredTensor]) -> SavedParameters | None:
-    """Return the hooks for parameters that autograd may save during a function; None if it saves none."""
-    saved = [o for o in origins if o.shards.is_leaf and o.whole.requires_grad]
-    if not saved or not torch.is_grad_enabled():
-        return None
-    return SavedParameters("", [o.shards for o in saved], [o.whole for o in saved], [None] * len(saved))
 
 
 def connect_to_shards(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:
@@ -193,6 +166,5 @@ def _connect(value: Tensor, origins: dict[int, GatheredTensor]) -> Tensor:
 
 
 def _memory(value: Tensor) -> int:
-    if isinstance(value, DTensor) or value.layout != torch.strided:
-        return 0
-    return memory_id(value)
+    """Return an id of a tensor's memory; 0 for a tensor that can't share that of a gathered one."""
+    return 0 if isinstance(value, DTensor) or value.layout != torch.strided else memory_id(value)
