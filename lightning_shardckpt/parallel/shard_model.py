@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, convert_tensors, parameter_slots
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.first_values.initializers import plan as plan_initialization
+from lightning_shardckpt.parallel.first_values.initializers import Initialization
 from lightning_shardckpt.parallel.first_values.one_rank import Build, CopySlice, send_values, share_tensors
 from lightning_shardckpt.parallel.pipeline.build import Pipeline, refuse_stages, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
@@ -176,8 +176,8 @@ def shard(
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
     share_tensors(root, device, build.only_first)
-    initialization = plan_initialization(root, build, loaded, restores)
     values = build.take(root, loaded)
+    initialization = Initialization(root, build, loaded)
     built = dict(root.named_parameters(remove_duplicate=False))
     if topology.pipeline > 1 and is_parallel(root):
         raise UnsupportedCodeError(
@@ -207,7 +207,7 @@ def shard(
         refuse_nested_tensors(root)
     _materialize(root, ties, home, device)
     send_values(values, root, copy_slice, device)
-    initialization.run(root, copy_slice, device)
+    initialization.run(copy_slice, device, restores)
     after = dict(root.named_parameters(remove_duplicate=False))
     replaced = {old: after[name] for name, old in before.items() if name in after}
     elsewhere = dict[nn.Parameter, Tensor]()

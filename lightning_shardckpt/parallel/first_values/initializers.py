@@ -4,28 +4,26 @@ They are made by the module's own methods: ``reset_parameters`` of each module, 
 modules around it, as transformers and many others write it. Every rank makes them itself, with random numbers that
 depend on a seed and the module's name, so they are the same on every topology.
 
-1. `plan` runs all methods once without memory, to see which tensors each of them writes. Tensors that are written
-   together are made together; usually those of one module.
-2. After the module was sharded, `Plan.run` gives memory to one such part after the other, runs its methods, and hands
-   the values on.
+After the module was sharded, one layer after the other gets memory, and at last all that is outside of layers. The
+methods of the modules inside run, their writes are counted, and the values are handed on.
 """
 
 from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots, child_slots, parameter_slots, reset_method
-from lightning_shardckpt.compat.torch_tensors import memory_id
 from lightning_shardckpt.compat.transformers import (
     initialize,
     is_model,
@@ -33,6 +31,7 @@ from lightning_shardckpt.compat.transformers import (
     was_initialized,
     weights_method,
 )
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.first_values.one_rank import (
@@ -45,10 +44,11 @@ from lightning_shardckpt.parallel.first_values.one_rank import (
     like,
     list_places,
 )
+from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.fsdp import trunk_layers
 from lightning_shardckpt.system.random_generators import seed_temporarily
 from lightning_shardckpt.system.text import list_some
 
-_KINDS = ("parameter", "buffer", "attribute")  # others are items of containers
 _LISTED = 20
 _REMEDY = (
     "Build them in configure_model without torch.device('meta') or trainer.init_module(empty_init=True), which takes "
@@ -57,151 +57,173 @@ _REMEDY = (
 )
 
 
-@dataclass(slots=True)
-class _Call:
-    """A method that initializes tensors.
-
-    Attributes:
-        key: of its random numbers.
-        run: calls it.
-        kind: a "reset" of a module by itself, a method of a module around it, or a "model" of transformers, which skips
-            modules that it has initialized.
-        writes: how often it writes to each tensor, by the tensor's number.
-        touched: the numbers of all tensors that it reads or writes.
-    """
-
-    key: str
-    run: Callable[[], object]
-    kind: Literal["reset", "around", "model"]
-    writes: dict[int, int] = field(default_factory=dict)
-    touched: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Plan:
-    """The way to the first values of tensors on the meta device: see the module."""
-
-    _places: list[Place] = field(default_factory=list)
-    _wanted: dict[int, list[Place]] = field(default_factory=dict)  # by id of the tensor
-    _parts: list[tuple[set[int], list[_Call]]] = field(default_factory=list)
-    _tree: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _seed: int = 0
-
-    @torch.no_grad()
-    def run(self, root: nn.Module, copy_slice: CopySlice, device: torch.device) -> None:
-        """Make the values of the tensors that ``root`` has on this rank, and copy this rank's slices.
-
-        Args:
-            root: the module, which has been sharded since the plan was made, and has memory for its slices.
-            copy_slice: copies this rank's slice into a parameter.
-            device: of buffers.
-        """
-        present = set(root.modules())
-        targets = {n: find_parameter(present, places) for n, places in self._wanted.items()}
-        others = list[tuple[Place, Tensor]]()
-        with self._as_built() as made:
-            for numbers, calls in self._parts:
-                if not any(place.module in present for number in numbers for place in self._wanted[number]):
-                    continue
-                self._put({number: like(self._wanted[number][0].tensor, "cpu") for number in numbers})
-                for call in calls:
-                    with seed_temporarily(zlib.crc32(f"{self._seed} {call.key}".encode())):
-                        call.run()
-                for number in numbers:
-                    first, target = self._wanted[number][0], targets[number]
-                    value = first.slots[first.name]
-                    if target is not None:
-                        fill(target, first.fqn, value, copy_slice)
-                    elif first.kind != "parameter":
-                        others += [(place, value.detach().to(device)) for place in self._wanted[number]]
-                self._put({number: made[number] for number in numbers})
-        for place, value in others:
-            place.slots[place.name] = value
-
-    def _put(self, tensors: dict[int, Tensor]) -> None:
-        """Put tensors into the first slots of wanted ones; modules that were tied to them don't initialize them."""
-        for number, tensor in tensors.items():
-            first = self._wanted[number][0]
-            first.slots[first.name] = tensor
-
-    @contextmanager
-    def _as_built(self) -> Iterator[dict[int, Tensor]]:
-        """Put the module back as it was built, with stand-ins without memory for all tensors; yield them by number."""
-        made = dict[int, Tensor]()
-        for place in self._places:
-            if id(place.tensor) not in made:
-                made[id(place.tensor)] = like(place.tensor, "meta")
-                if id(place.tensor) not in self._wanted:
-                    mark_initialized(made[id(place.tensor)])
-        now = [(slots, dict(slots)) for slots, _ in self._tree]
-        attributes = [place for place in self._places if place.kind == "attribute"]
-        for slots, built in self._tree:
-            slots.clear()
-            slots.update({name: made.get(id(value), value) for name, value in built.items()})
-        for place in attributes:
-            place.slots[place.name] = made[id(place.tensor)]
-        for _, *tied in self._wanted.values():
-            for place in tied:
-                place.slots[place.name] = like(place.tensor, "meta")
-                mark_initialized(place.slots[place.name])
-        try:
-            yield made
-        finally:
-            for slots, were in now:
-                slots.clear()
-                slots.update(were)
-            for place in attributes:
-                place.slots[place.name] = place.tensor
-
-
-def plan(root: nn.Module, build: Build, loaded: Collection[str], restores: Callable[[], bool]) -> Plan:
-    """Return the way to the first values of the tensors of ``root`` on the meta device.
+class Initialization:
+    """The tensors of a module that have no memory on any rank, and the module as it was built.
 
     Args:
         root: the module, which only the user may have sharded.
         build: knows the tensors that rank 0 has, and the writes that were counted.
         loaded: clean FQNs of tensors that the caller fills.
-        restores: called if tensors would be left unfilled; returns True if a checkpoint will fill the state dict.
-
-    Raises:
-        UnsupportedCodeError: naming tensors that no method fills, or that the code that built them initialised in a way
-            that no method repeats.
     """
-    places = list(list_places(root))
-    filled = {id(place.tensor) for place in places if clean_fqn(place.fqn) in loaded}
-    wanted = [p for p in places if p.is_without and str(p) not in build.only_first and id(p.tensor) not in filled]
-    if not wanted:
-        return Plan()
-    found = Plan([place for place in places if place.kind in _KINDS[:2] or (place.kind in _KINDS and place.is_without)])
-    in_containers = [place for place in wanted if place.kind not in _KINDS]
-    for place in wanted:
-        if place.kind in _KINDS:
-            found._wanted.setdefault(id(place.tensor), []).append(place)
-    for tied in found._wanted.values():
-        tied.sort(key=build.is_owner, reverse=True)
-    for module in root.modules():
-        found._tree += [(s, dict(s)) for s in (parameter_slots(module), buffer_slots(module), child_slots(module))]
-    calls = _rehearse(found, list(_calls(root, {place.module for place in wanted})))
-    problems = _problems(found, calls, build.tensors)
-    problems += [(place, f"{place}, which no method fills") for place in in_containers]
-    state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
-    if any(clean_fqn(place.fqn) in state for place, _ in problems) and restores():
-        problems = [(place, text) for place, text in problems if clean_fqn(place.fqn) not in state]
-    if problems:
+
+    def __init__(self, root: nn.Module, build: Build, loaded: Collection[str]) -> None:
+        places = list_places(root)
+        filled = {id(place.tensor) for place in places if clean_fqn(place.fqn) in loaded}
+        self._root, self._build, self._wanted = root, build, dict[int, list[Place]]()  # by the id of the tensor
+        for place in places:
+            if place.is_without and str(place) not in build.only_first and id(place.tensor) not in filled:
+                self._wanted.setdefault(id(place.tensor), []).append(place)
+        for tied in self._wanted.values():
+            tied.sort(key=build.is_owner, reverse=True)
+        if self._wanted:
+            modules = named_modules(root)
+            layers = [modules[name] for name in trunk_layers(root)]
+            self._layer_of = {module: layer for layer in layers for module in layer.modules()}
+            self._methods = list(_methods(root, {place.module for tied in self._wanted.values() for place in tied}))
+            self._places = [p for p in places if p.kind != "attribute" or id(p.tensor) in self._wanted]
+            slots = [(parameter_slots(m), buffer_slots(m), child_slots(m)) for m in root.modules()]
+            self._slots: list[tuple[Any, dict[str, Any]]] = [(d, dict(d)) for each in slots for d in each]
+            self._state = {clean_fqn(name) for name in root.state_dict()}
+            self._seed = int(torch.randint(1 << 62, ()))
+
+    @torch.no_grad()
+    def run(self, copy_slice: CopySlice, device: torch.device, restores: Callable[[], bool]) -> None:
+        """Make the values of the tensors that the module has on this rank, and copy this rank's slices.
+
+        Collective: every rank of the world must call it.
+
+        Args:
+            copy_slice: copies this rank's slice into a parameter, which has memory.
+            device: of buffers.
+            restores: called on all ranks if tensors would be left unfilled; returns True if a checkpoint will fill the
+                state dict.
+
+        Raises:
+            UnsupportedCodeError: naming tensors that no method fills, or that the code that built them initialised in a
+                way that no method repeats.
+        """
+        if not self._wanted:
+            return
+        present = set(self._root.modules())
+        targets = {number: find_parameter(present, places) for number, places in self._wanted.items()}
+        others, problems = list[tuple[Place, Tensor]](), list[tuple[Place, str]]()
+        with self._as_built() as stand_ins:
+            for layer in [*dict.fromkeys(self._layer_of.values()), None]:
+                numbers = [
+                    number
+                    for number, places in self._wanted.items()
+                    if self._layer_of.get(places[0].module) is layer and any(p.module in present for p in places)
+                ]
+                problems += self._make(layer, numbers, stand_ins)
+                for number in numbers:
+                    places, target = self._wanted[number], targets[number]
+                    value: Tensor = places[0].slots[places[0].name]
+                    if target is not None:
+                        fill(target, places[0].fqn, value, copy_slice)
+                    elif places[0].kind != "parameter":
+                        others += [(place, value.detach().to(device)) for place in places]
+                    places[0].slots[places[0].name] = stand_ins[number]
+        for place, value in others:
+            place.slots[place.name] = value
+        if any_rank(bool(problems)) if dist.is_initialized() else problems:
+            if restores():
+                problems = [(place, text) for place, text in problems if clean_fqn(place.fqn) not in self._state]
+            _refuse(problems)
+
+    @contextmanager
+    def _as_built(self) -> Iterator[dict[int, Tensor]]:
+        """Put the module back as it was built, with stand-ins without memory for all tensors; yield them by number.
+
+        Only the first place of a tied tensor gets it: modules that were tied to it don't initialise it.
+        """
+        stand_ins, now = dict[int, Tensor](), [(slots, dict(slots)) for slots, _ in self._slots]
+        attributes = [(place.slots, {place.name: place.tensor}) for place in self._places if place.kind == "attribute"]
+        for slots, built in self._slots:
+            slots.clear()
+            slots.update(built)
+        for place in self._places:
+            number = id(place.tensor)
+            place.slots[place.name] = like(place.tensor, "meta")
+            if number not in self._wanted or place is not self._wanted[number][0]:
+                mark_initialized(place.slots[place.name])
+            else:
+                stand_ins[number] = place.slots[place.name]
+        try:
+            yield stand_ins
+        finally:
+            for slots, _ in self._slots:
+                slots.clear()
+            for slots, were in [*now, *attributes]:
+                slots.update(were)
+
+    def _make(
+        self, layer: nn.Module | None, numbers: Sequence[int], stand_ins: dict[int, Tensor]
+    ) -> Iterator[tuple[Place, str]]:
+        """Run the methods of a layer, or of the modules outside of layers, with memory for some of its tensors.
+
+        Yields:
+            The places that no method fills as the code that built them did, each with a text.
+        """
+        if not numbers:
+            return
+        tensors, by_model, by_others = MetaTensors(), Counter[int](), Counter[int]()
+        first = {number: self._wanted[number][0] for number in self._wanted}
+        made = {number: like(first[number].tensor, "cpu") for number in numbers}
+        for number, tensor in made.items():
+            tensors.know(tensor)
+            first[number].slots[first[number].name] = tensor
+        for key, module, is_of_model, method in self._methods:
+            if self._layer_of.get(module) is layer:
+                before = {number: tensors.writes(tensor) or 0 for number, tensor in made.items()}
+                with tensors.watched(), seed_temporarily(zlib.crc32(f"{self._seed} {key}".encode())):
+                    method()
+                counts = by_model if is_of_model else by_others
+                counts.update({number: (tensors.writes(made[number]) or 0) - n for number, n in before.items()})
+        for number, place in first.items():
+            if number in made:
+                is_replaced = place.slots[place.name] is not made[number]
+                if text := self._differs(place, by_model[number], by_others[number], is_replaced=is_replaced):
+                    yield place, f"{place}, which {text}"
+            elif self._layer_of.get(place.module) is not layer and tensors.writes(stand_ins[number]):
+                yield place, f"{place}, which a method of a module outside of its layer changes"
+
+    def _differs(self, place: Place, by_model: int, by_others: int, *, is_replaced: bool) -> str:
+        """Return why methods don't initialise a tensor as the code that built it did; empty if they do."""
+        if not (by_model or by_others or is_replaced):
+            return "no method fills"
+        built = self._build.tensors.writes(place.tensor)
+        if isinstance(place.tensor, DTensor) and by_model:
+            built = 0
+        if built is None and not by_model:
+            return "is a copy, or was built outside of configure_model, so that its initialisation was not seen"
+        repeated = by_others + (by_model if was_initialized(place.module) else 0)
+        if built is not None and (built > repeated or (built and not by_model and built != repeated)):
+            return f"was changed {built} times while it was built, and is changed {repeated} times by methods"
+        return ""
+
+
+def _refuse(problems: list[tuple[Place, str]]) -> None:
+    """Raise if tensors have no first values on any rank. Collective."""
+    if any_rank(bool(problems)) if dist.is_initialized() else problems:
+        texts = [text for _, text in problems] or ["tensors of another pipeline stage"]
         raise UnsupportedCodeError(
-            f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  "
-            f"{list_some([text for _, text in problems], _LISTED, chr(10) + '  ')}\n{_REMEDY}"
+            f"{len(texts)} of the tensors that were built on the meta device have no first values:\n  "
+            f"{list_some(texts, _LISTED, chr(10) + '  ')}\n{_REMEDY}"
         )
-    found._parts = _parts(found._wanted, calls)
-    found._seed = int(torch.randint(1 << 62, ()))
-    return found
 
 
-def _calls(root: nn.Module, wanting: Collection[nn.Module]) -> Iterator[_Call]:
-    """Yield the methods that initialize modules with ``wanting`` ones inside, in the order of ``nn.Module.apply``."""
+def _methods(
+    root: nn.Module, wanting: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Module, bool, Callable[[], object]]]:
+    """Yield the methods that initialise modules with ``wanting`` ones inside, in the order of ``nn.Module.apply``.
+
+    Yields:
+        The key of the random numbers, the module, whether a model of transformers runs it, which then skips modules
+        that it has initialised, and the method.
+    """
     seen = set[nn.Module]()
 
-    def walk(module: nn.Module, name: str, around: Sequence[nn.Module]) -> Iterator[_Call]:
+    def walk(module: nn.Module, name: str, around: Sequence[nn.Module]) -> Iterator[Any]:
         if module in seen or not any(part in wanting for part in module.modules()):
             return
         seen.add(module)
@@ -211,14 +233,14 @@ def _calls(root: nn.Module, wanting: Collection[nn.Module]) -> Iterator[_Call]:
                 yield from walk(part, f"{name}.{child}" if name else child, around)
         reset = reset_method(module)
         if reset is not None and _takes(reset):
-            yield _Call(f"{name} reset", reset, "reset")
-        model = next(filter(is_model, around), None)
-        for outer in [model] if model is not None else around:
+            yield f"{name} reset", module, False, reset
+        if (model := next(filter(is_model, around), None)) is not None:
+            yield f"{name} model", module, True, partial(initialize, model, module)
+            return
+        for outer in around:
             method = weights_method(outer)
-            if model is not None:
-                yield _Call(f"{name} model", partial(initialize, model, module), "model")
-            elif method is not None and _takes(method, module):
-                yield _Call(f"{name} of {type(outer).__name__}", partial(method, module), "around")
+            if method is not None and _takes(method, module):
+                yield f"{name} of {type(outer).__name__}", module, False, partial(method, module)
 
     yield from walk(root, "", ())
 
@@ -229,74 +251,3 @@ def _takes(method: Callable[..., Any], *args: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _rehearse(found: Plan, calls: list[_Call]) -> list[_Call]:
-    """Run all methods without memory, and note what they write; return those that write something that is wanted."""
-    with found._as_built() as made, torch.no_grad():
-        numbers = {memory_id(tensor): number for number, tensor in made.items()}
-        tensors, totals = MetaTensors(), dict.fromkeys(made, 0)
-        for tensor in made.values():
-            tensors.know(tensor, torch.device("cpu"))
-        for call in calls:
-            tensors.touched.clear()
-            with tensors.watched(draws=False):
-                try:
-                    with seed_temporarily(0):
-                        call.run()
-                except Exception as error:
-                    raise UnsupportedCodeError(
-                        f"the initialisation {call.key!r} of a module on the meta device cannot be planned without "
-                        f"its values: {type(error).__name__}: {error}. {_REMEDY}"
-                    ) from error
-            call.touched = {numbers[t] for t in tensors.touched if numbers.get(t) in found._wanted}
-            for number in call.touched:
-                total = tensors.writes(made[number]) or 0
-                if total > totals[number]:
-                    call.writes[number], totals[number] = total - totals[number], total
-            for number, (first, *_) in found._wanted.items():
-                if first.slots[first.name] is not made[number]:  # replaced by another tensor
-                    call.writes.setdefault(number, 0)
-                    call.touched.add(number)
-                    found._put({number: made[number]})
-    return [call for call in calls if call.writes]
-
-
-def _problems(found: Plan, calls: list[_Call], counted: MetaTensors) -> list[tuple[Place, str]]:
-    """Return the places that no method fills as the code that built them did, each with a text."""
-    problems = list[tuple[Place, str]]()
-    for number, (place, *_) in found._wanted.items():
-        writing = [call for call in calls if number in call.writes]
-        if not writing:
-            problems.append((place, f"{place}, which no method fills"))
-        elif text := _not_repeated(place, writing, number, counted):
-            problems.append((place, f"{place}, {text}"))
-    return problems
-
-
-def _not_repeated(place: Place, calls: list[_Call], number: int, counted: MetaTensors) -> str:
-    """Return why methods don't initialise a tensor as the code that built it did; empty if they do."""
-    built, in_model = counted.writes(place.tensor), any(call.kind == "model" for call in calls)
-    if isinstance(place.tensor, DTensor):
-        built = None if not in_model else 0
-    if built is None and not in_model:
-        return "which is a copy, or was built outside of configure_model, so that its initialisation was not seen"
-    ran = not in_model or was_initialized(place.module)
-    repeated = sum(call.writes[number] for call in calls if ran or call.kind != "model")
-    if built is not None and (built > repeated or (built and not in_model and built != repeated)):
-        return f"which was changed {built} times while it was built, and is changed {repeated} times by methods"
-    return ""
-
-
-def _parts(wanted: Iterable[int], calls: list[_Call]) -> list[tuple[set[int], list[_Call]]]:
-    """Group the tensors that are made together, with their methods in order."""
-    group = {number: {number} for number in wanted}
-    for call in calls:
-        joined = set[int]().union(*(group[number] for number in call.touched))
-        group.update(dict.fromkeys(joined, joined))
-    parts = {id(numbers): numbers for numbers in group.values()}
-    return [
-        (numbers, [call for call in calls if not numbers.isdisjoint(call.writes)])
-        for numbers in parts.values()
-        if any(not numbers.isdisjoint(call.writes) for call in calls)
-    ]

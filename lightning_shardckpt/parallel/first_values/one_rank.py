@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from types import FrameType
 from typing import Any, NamedTuple
@@ -35,27 +37,22 @@ from lightning_shardckpt.compat.torch_distributed import distribute_locally
 from lightning_shardckpt.compat.torch_modules import buffer_slots, parameter_slots
 from lightning_shardckpt.compat.torch_tensors import (
     DispatchMode,
-    Overload,
     below_functions,
     dispatches,
     memory_id,
     tree_flatten,
     tree_unflatten,
+    written_arguments,
 )
-from lightning_shardckpt.compat.torch_tensors import written_arguments as written
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
-from lightning_shardckpt.parallel.tensors.parameters import REGISTRIES, refuse_shared_memory, replace_in_attributes
+from lightning_shardckpt.parallel.tensors.parameters import refuse_shared_memory
 from lightning_shardckpt.system.tensor_digest import byte_view
 from lightning_shardckpt.system.text import list_some
 
 # ── tensors on the meta device ──────────────────────────────────────────────────────────────────────────────────────
-
-# Two torch modes see them while modules are built or initialised. In-place writes to them are counted. Some of them are
-# stand-ins: they show the device of a tensor with values, mix with tensors that have memory, and draw as many random
-# numbers. Code that reads their values fails with torch's own error.
 
 _DEVICE: Any = Tensor.device.__get__
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -63,138 +60,117 @@ _IS_CPU: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-@dataclass(slots=True)
-class _Known:
-    """The storage of a tensor, which keeps its id, the writes to it, and the device that it shows."""
-
-    storage: torch.UntypedStorage
-    writes: int = 0
-    device: torch.device | None = None
-
-
 class MetaTensors:
-    """What is known of tensors on the meta device, by their storages.
+    """Tensors on the meta device while modules are built or initialised; two modes of torch see them.
 
-    Attributes:
-        touched: ids of the storages that operations have read or written, since the caller emptied it.
+    In-place writes to them are counted. Some are stand-ins: they show the device of a tensor with values, mix with
+    tensors that have memory, draw as many random numbers, and so do the results of operations on them. Code that reads
+    their values fails with torch's own error.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self.touched = set[int]()
+        self._storages = dict[int, torch.UntypedStorage]()  # which keep their ids
+        self._writes = Counter[int]()
+        self._shown_devices = dict[int, torch.device]()  # of stand-ins
 
     def know(self, tensor: Tensor, device: torch.device | None = None) -> None:
         """Count the writes to a tensor from now on, and let it stand for one on ``device``, if that is given."""
-        known = self._known.setdefault(memory_id(tensor), _Known(tensor.untyped_storage()))
-        known.device = known.device or device
-
-    def count(self, tensor: Tensor) -> None:
-        """Count a write to a tensor."""
-        self.know(tensor)
-        self._known[memory_id(tensor)].writes += 1
+        self._storages.setdefault(memory_id(tensor), tensor.untyped_storage())
+        if device is not None:
+            self._shown_devices.setdefault(memory_id(tensor), device)
 
     def writes(self, tensor: Tensor) -> int | None:
         """Return the number of writes to a tensor; None for one that is not known."""
-        known = self._find(tensor)
-        return None if known is None else known.writes
+        if dispatches(type(tensor)) or memory_id(tensor) not in self._storages:
+            return None
+        return self._writes[memory_id(tensor)]
 
-    def device(self, tensor: Any) -> torch.device | None:
-        """Return the device that a tensor shows; None for tensors that stand for nothing."""
-        known = self._find(tensor) if isinstance(tensor, Tensor) else None
-        return None if known is None else known.device
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, writes are counted, and stand-ins act as tensors with values."""
+        with _Operations(self), _Shown(self):
+            yield
 
-    def _find(self, tensor: Tensor) -> _Known | None:
-        return self._known.get(memory_id(tensor)) if _is_without(tensor) else None
+    def drop_memory(self, parameter: nn.Parameter) -> None:
+        """Turn a parameter into a stand-in, the same object, unless it has weak references or another class."""
+        if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta:
+            with below_functions():
+                meta = nn.Parameter(self.stand_in(parameter), parameter.requires_grad)
+                meta.__dict__.update(vars(parameter))
+                try:
+                    torch.utils.swap_tensors(parameter, meta)  # type: ignore[no-untyped-call]
+                except RuntimeError:
+                    return
 
-    def make_stand_in(self, tensor: Tensor) -> Tensor:
+    def stand_in(self, tensor: Tensor) -> Tensor:
         """Return a tensor without memory that stands for ``tensor``."""
         made = torch.empty_like(tensor, device="meta")
         self.know(made, tensor.device)
         return made
 
-    def drop_memory(self, parameter: nn.Parameter) -> None:
-        """Turn a parameter into a stand-in without memory, the same object, if torch can do that.
+    def device_of(self, tensor: object) -> torch.device | None:
+        """Return the device that a stand-in shows; None for all other values."""
+        is_without = isinstance(tensor, Tensor) and _is_without(tensor)
+        return self._shown_devices.get(memory_id(tensor)) if is_without else None  # type: ignore[arg-type]  # a Tensor then
 
-        It can't for objects with weak references. Other classes than ``nn.Parameter`` keep their memory, too.
-        """
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
-            return
-        with below_functions():
-            meta = nn.Parameter(self.make_stand_in(parameter), parameter.requires_grad)
-            meta.__dict__.update(vars(parameter))
-            try:
-                torch.utils.swap_tensors(parameter, meta)  # type: ignore[no-untyped-call]
-            except RuntimeError:
-                return
+    def count(self, tensor: Tensor) -> None:
+        """Count a write to a tensor that has no memory, or is known."""
+        if _is_without(tensor):
+            self.know(tensor)
+        if tensor.layout is torch.strided and memory_id(tensor) in self._storages:
+            self._writes[memory_id(tensor)] += 1
 
-    @contextmanager
-    def watched(self, *, draws: bool) -> Iterator[None]:
-        """Inside, count writes, and let stand-ins act as tensors with values; what is computed from them is one, too.
-
-        Args:
-            draws: whether an operation on stand-ins draws the random numbers that it would draw for values.
-        """
-        with _Operations(self, draws), _Shown(self, draws):
-            yield
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, on stand-ins without memory."""
+        changed = _tensors(written_arguments(func, args, kwargs))
+        for tensor in changed:
+            self.count(tensor)
+        leaves, spec = tree_flatten((args, kwargs))
+        shown = next((device for leaf in leaves if (device := self.device_of(leaf)) is not None), None)
+        if shown is None:
+            return func(*args, **kwargs)
+        if any(not tensor.is_meta for tensor in changed):
+            raise StateError(f"{func} would write values of a tensor without memory to one with memory")
+        if torch.Tag.nondeterministic_seeded in func.tags:  # draws its numbers with ones, and drops them
+            real = [torch.ones_like(t, device=shown) if isinstance(t, Tensor) and t.is_meta else t for t in leaves]
+            real_args, real_kwargs = tree_unflatten(real, spec)
+            func(*real_args, **real_kwargs)
+        args, kwargs = tree_unflatten([leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        result = func(*args, **kwargs)
+        for tensor in filter(_is_without, _tensors(result)):
+            self.know(tensor, shown)
+        return result
 
 
 def _is_without(tensor: Tensor) -> bool:
     return not dispatches(type(tensor)) and tensor.layout is torch.strided and tensor.device.type == "meta"
 
 
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 class _Operations(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    def __init__(self, tensors: MetaTensors, draws: bool) -> None:
+    def __init__(self, tensors: MetaTensors) -> None:
         super().__init__()
-        self._tensors, self._draws = tensors, draws
+        self._tensors = tensors
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(dispatches, types)):
-            with below_functions():
-                _refuse_changes_of_shards(func, args, kwargs)
-            return func(*args, **kwargs)
         with below_functions():
-            return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = _tensors(written(func, args, kwargs))
-        leaves, spec = tree_flatten((args, kwargs))
-        without = [t for t in leaves if isinstance(t, Tensor) and _is_without(t)]
-        for tensor in filter(_is_without, changed):
-            self._tensors.count(tensor)
-        self._tensors.touched.update(map(memory_id, without))
-        shown = next((device for t in without if (device := self._tensors.device(t)) is not None), None)
-        if shown is None:
-            return func(*args, **kwargs)
-        if any(not t.is_meta for t in changed):
-            raise StateError(f"{func} would write values of a tensor without memory to one with memory")
-        if self._draws and torch.Tag.nondeterministic_seeded in func.tags:  # on ones, which are dropped
-            real = [torch.ones_like(t, device=shown) if isinstance(t, Tensor) and t.is_meta else t for t in leaves]
-            real_args, real_kwargs = tree_unflatten(real, spec)
-            func(*real_args, **real_kwargs)
-        leaves = [t.to("meta") if isinstance(t, Tensor) and not t.is_meta else t for t in leaves]
-        args, kwargs = tree_unflatten(leaves, spec)
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        result = func(*args, **kwargs)
-        for tensor in filter(_is_without, _tensors(result)):
-            self._tensors.know(tensor, shown)
-        return result
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _refuse_changes_of_shards(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for tensor in _tensors(written(func, args, kwargs)):
-        if tensor.device.type == "meta":
-            raise StateError(
-                f"cannot run {func} on a parameter of shape {tuple(tensor.shape)} that was parallelised: initialise "
-                "parameters before parallelising them"
-            )
+            if not any(map(dispatches, types)):
+                return self._tensors.run(func, args, kwargs)
+            for tensor in _tensors(written_arguments(func, args, kwargs)):
+                if tensor.device.type == "meta":
+                    raise StateError(
+                        f"cannot run {func} on a parameter of shape {tuple(tensor.shape)} that was parallelised: "
+                        "initialise parameters before parallelising them"
+                    )
+        return func(*args, **kwargs)
 
 
 class _Shown(TorchFunctionMode):
@@ -204,9 +180,9 @@ class _Shown(TorchFunctionMode):
     write, and draw for stand-ins the random numbers that they draw for values.
     """
 
-    def __init__(self, tensors: MetaTensors, draws: bool) -> None:
+    def __init__(self, tensors: MetaTensors) -> None:
         super().__init__()
-        self._tensors, self._draws = tensors, draws
+        self._tensors = tensors
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -216,7 +192,7 @@ class _Shown(TorchFunctionMode):
             while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
                 frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
             with below_functions():
-                device, is_without = self._tensors.device(tensor), _is_without(tensor)
+                device, is_without = self._tensors.device_of(tensor), _is_without(tensor)
             if func == _IS_META and is_without and frame.f_globals.get("__name__") == "torch.nn.init":
                 self._initialize(tensor, device, frame)
                 return True
@@ -224,15 +200,15 @@ class _Shown(TorchFunctionMode):
                 return {_DEVICE: device, _IS_META: False, _IS_CPU: device.type == "cpu"}[func]
         elif func == _SET_DATA:
             with below_functions():
-                if self._tensors.device(args[0]) is not None and not args[1].is_meta:
-                    args = (args[0], self._tensors.make_stand_in(args[1]))
+                if self._tensors.device_of(args[0]) is not None and not args[1].is_meta:
+                    args = (args[0], self._tensors.stand_in(args[1]))
         return func(*args, **(kwargs or {}))
 
     def _initialize(self, tensor: Tensor, device: torch.device | None, frame: FrameType) -> None:
         """Count a function of ``torch.nn.init``, which has asked for the device, and draw its random numbers."""
-        self._tensors.count(tensor)
-        self._tensors.touched.add(memory_id(tensor))
-        if self._draws and device is not None:
+        with below_functions():
+            self._tensors.count(tensor)
+        if device is not None:
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             real = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
@@ -245,7 +221,6 @@ class _Shown(TorchFunctionMode):
 
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
-_LARGEST = 10_000  # items of a container that is searched for tensors
 _REMEDY = (
     "Build the same module on every rank: its code must not depend on the rank. Code that depends on values of "
     "parameters belongs into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)."
@@ -257,14 +232,7 @@ _FOLLOWS = (
 
 
 class Place(NamedTuple):
-    """A tensor of a module: a parameter, a buffer, an attribute, or an item of a container in an attribute.
-
-    Attributes:
-        fqn: the name, as registered.
-        kind: "parameter", "buffer", "attribute", or the class of the container.
-        module: the owner.
-        slots: the mapping of the owner that has it under ``name``; of a container's item the owner's attributes.
-    """
+    """A tensor of a module: its "parameter", "buffer" or "attribute" in the mapping ``slots``, under ``name``."""
 
     fqn: str
     kind: str
@@ -282,41 +250,24 @@ class Place(NamedTuple):
         return bool(local_tensor(self.tensor).is_meta)
 
 
-def list_places(root: nn.Module) -> Iterator[Place]:
-    """Yield the tensors of ``root``, under all their names; of attributes only plain tensors."""
+def list_places(root: nn.Module) -> list[Place]:
+    """Return the tensors of ``root``, under all their names; of attributes only plain tensors."""
+    places = list[Place]()
     for prefix, module in root.named_modules():
-        prefix = f"{prefix}." if prefix else ""
-        for kind, slots in (("parameter", parameter_slots(module)), ("buffer", buffer_slots(module))):
-            for name, tensor in list(slots.items()):
+        plain: dict[str, Any] = {name: value for name, value in vars(module).items() if type(value) is Tensor}
+        for kind, slots, tensors in (
+            ("parameter", parameter_slots(module), parameter_slots(module)),
+            ("buffer", buffer_slots(module), buffer_slots(module)),
+            ("attribute", vars(module), plain),
+        ):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield Place(prefix + name, kind, module, slots, name, tensor)
-        for name, value in list(vars(module).items()):
-            if type(value) is Tensor:
-                yield Place(prefix + name, "attribute", module, vars(module), name, value)
-            elif name not in REGISTRIES:
-                for path, tensor in _items(value):
-                    yield Place(f"{prefix}{name}{path}", type(value).__name__, module, vars(module), name, tensor)
+                    places.append(Place(f"{prefix}.{name}" if prefix else name, kind, module, slots, name, tensor))
+    return places
 
 
-def _items(value: object, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors in containers, with their places."""
-    if type(value) not in (list, tuple, dict) or len(value) > _LARGEST or not depth:  # type: ignore[arg-type]
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):  # type: ignore[arg-type]
-        if type(item) is Tensor:
-            yield f"[{key}]", item
-        else:
-            yield from ((f"[{key}]{path}", tensor) for path, tensor in _items(item, depth - 1))
-
-
-@dataclass(slots=True)
-class Value:
-    """A parameter that only rank 0 has: where it was registered, and its value there, None on other ranks."""
-
-    places: list[Place]
-    shape: torch.Size
-    dtype: torch.dtype
-    full: Tensor | None
+Value = tuple[list[Place], Tensor]
+"""A parameter that only rank 0 has: where it was registered, and its value there, on the meta device elsewhere."""
 
 
 @dataclass(slots=True)
@@ -349,21 +300,14 @@ class Build:
             RankError: if it failed on another rank.
         """
         follows = on_one_rank and dist.is_initialized() and dist.get_rank() > 0
-        error: BaseException | None = None
-
-        def raise_error() -> None:
-            if follows and isinstance(error, Exception):
-                raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
-            if error is not None:
-                raise error
-
         with share_rng():
+            error: BaseException | None = None
             try:
                 with self._watched(follows=follows):
                     yield
             except BaseException as raised:
                 error = raised
-            ranks.step(phase, raise_error, lambda _: None)
+            ranks.step(phase, partial(_raise, error, follows=follows), lambda _: None)
             if dist.is_initialized():
                 broadcast_rng(None)
 
@@ -387,7 +331,7 @@ class Build:
             undo.callback(register_module_parameter_registration_hook(register).remove)
             undo.callback(register_module_buffer_registration_hook(register).remove)
             undo.enter_context(distribute_locally())
-            undo.enter_context(self.tensors.watched(draws=True))
+            undo.enter_context(self.tensors.watched())
             yield
 
     def is_owner(self, place: Place) -> bool:
@@ -404,11 +348,17 @@ class Build:
             TopologyError: if the ranks built different modules; names the first difference.
             UnsupportedCodeError: if a buffer shares the memory of a parameter.
         """
-        lines, without = list[str](), list[str]()
+        phase, places = "comparing the modules that the ranks have built", list_places(root)
+        without = [str(place) for place in places if place.is_without]
+        lines, ties = list[str](), dict[int, str]()
+        for place in places:
+            if place.kind != "attribute":
+                tensor, tie = place.tensor, ties.setdefault(id(place.tensor), place.fqn)
+                kind = ("DTensor" if isinstance(tensor, DTensor) else "", "with gradient" * tensor.requires_grad)
+                lines.append(f"{place} {kind[0]} {tuple(tensor.shape)} {tensor.dtype} {kind[1]} first named {tie}")
 
         def work() -> list[Any]:
             refuse_shared_memory(root)
-            lines[:], without[:] = _describe(root)
             # what rank 1 has not, the others have not, either
             return [_digest(lines), _digest(without), without if ranks.rank < 2 else []]
 
@@ -416,11 +366,11 @@ class Build:
             first, *others = reports
             only_first = set(others[0][2] if others else ()).difference(first[2])
             is_same = len({report[0] for report in reports}) == len({report[1] for report in others} or {""}) == 1
-            return sorted(only_first) if is_same and only_first <= {str(place) for place in list_places(root)} else None
+            return sorted(only_first) if is_same and only_first <= set(map(str, places)) else None
 
-        found = ranks.step("comparing the modules that the ranks have built", work, lead)
+        found = ranks.step(phase, work, lead)
         if found is None:
-            ranks.step("comparing the modules that the ranks have built", lambda: lines, _refuse_difference)
+            ranks.step(phase, lambda: lines, _refuse_difference)
         self.only_first = frozenset(found or ())
 
     def take(self, root: nn.Module, loaded: Collection[str]) -> list[Value]:
@@ -437,14 +387,21 @@ class Build:
             old, key = place.tensor, id(place.tensor)
             if key not in values:
                 whole = self._whole.get(place.module, {}).get(place.name, old) if isinstance(old, DTensor) else old
-                full = None if place.is_without else whole.detach()
-                values[key] = Value([], old.shape, old.dtype, full)
+                value = torch.empty(old.shape, dtype=old.dtype, device="meta") if place.is_without else whole.detach()
+                values[key] = [], value
                 metas[key] = old if place.is_without or isinstance(old, DTensor) else like(old, "meta")
-            values[key].places.append(place)
+            values[key][0].append(place)
             place.slots[place.name] = metas[key]
         for module in root.modules():
             self._whole.pop(module, None)
         return [value for key, value in values.items() if key not in skipped]
+
+
+def _raise(error: BaseException | None, *, follows: bool) -> None:
+    if follows and isinstance(error, Exception):
+        raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
+    if error is not None:
+        raise error
 
 
 def like(tensor: Tensor, device: str) -> Tensor:
@@ -457,20 +414,6 @@ def like(tensor: Tensor, device: str) -> Tensor:
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     new.__dict__.update(vars(tensor))
     return new
-
-
-def _describe(root: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the parameters and buffers in words, and the places that have no memory on this rank."""
-    lines, without, first = list[str](), list[str](), dict[int, str]()
-    for place in list_places(root):
-        tensor = place.tensor
-        if place.kind in ("parameter", "buffer"):
-            tie, kind = first.setdefault(id(tensor), place.fqn), "DTensor" if isinstance(tensor, DTensor) else ""
-            needs = "with gradient" if tensor.requires_grad else ""
-            lines.append(f"{place} {kind} {tuple(tensor.shape)} {tensor.dtype} {needs} first named {tie}")
-        if place.is_without:
-            without.append(str(place))
-    return lines, without
 
 
 def _digest(lines: list[str]) -> str:
@@ -491,10 +434,12 @@ def _refuse_difference(reports: list[list[str]]) -> None:
 # ── from rank 0 to all ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _broadcast(tensor: Tensor) -> None:
-    """Broadcast rank 0's contiguous tensor over the world; as bytes, since gloo supports neither bool nor fp8."""
+def _broadcast(tensor: Tensor) -> Tensor:
+    """Broadcast rank 0's tensor over the world; as bytes, since gloo supports neither bool nor fp8."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
     if tensor.numel():
         dist.broadcast(byte_view(tensor), src=0)
+    return tensor
 
 
 @torch.no_grad()
@@ -515,18 +460,16 @@ def share_tensors(root: nn.Module, device: torch.device, only_first: Collection[
     shared = dict[int, Tensor]()
     for place in list_places(root):
         old, is_alone = place.tensor, str(place) in only_first
-        is_sent = place.kind == "buffer" or is_alone != (place.kind == "parameter")
-        if id(old) in shared or isinstance(old, DTensor) or not is_sent or (old.is_meta and not is_alone):
+        is_sent = place.kind == "buffer" or is_alone == (place.kind == "attribute")
+        if isinstance(old, DTensor) or not is_sent or (old.is_meta and not is_alone):
             continue
-        value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
-        _broadcast(value := value.resolve_conj().resolve_neg().contiguous())
-        shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
-        if not is_alone and value.data_ptr() != old.data_ptr():
-            old.copy_(value)
-    for place in list_places(root):
-        if place.kind == "buffer":
-            place.slots[place.name] = shared.get(id(place.tensor), place.tensor)
-    replace_in_attributes(root, lambda value: shared.get(id(value), value), _LARGEST)
+        if id(old) not in shared:
+            value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
+            value = _broadcast(value)
+            shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
+            if not old.is_meta and value.data_ptr() != old.data_ptr():
+                old.copy_(value)
+        place.slots[place.name] = shared[id(old)]
 
 
 @torch.no_grad()
@@ -540,12 +483,11 @@ def send_values(values: list[Value], root: nn.Module, copy_slice: CopySlice, dev
     """
     present = set(root.modules())
     while values:
-        value = values.pop(0)
-        full = torch.empty(value.shape, dtype=value.dtype, device=device) if value.full is None else value.full
-        _broadcast(full := full.to(device).resolve_conj().resolve_neg().contiguous())
-        parameter = find_parameter(present, value.places)
+        places, full = values.pop(0)
+        full = _broadcast(torch.empty_like(full, device=device) if full.is_meta else full.to(device))
+        parameter = find_parameter(present, places)
         if parameter is not None:
-            fill(parameter, value.places[0].fqn, full, copy_slice)
+            fill(parameter, places[0].fqn, full, copy_slice)
 
 
 def find_parameter(present: Collection[nn.Module], places: Iterable[Place]) -> Tensor | None:

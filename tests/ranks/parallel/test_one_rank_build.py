@@ -92,14 +92,12 @@ class Lazy(nn.Module):
 
 
 class Anchored(nn.Linear):
-    """Copies of its weights in a buffer, an attribute and containers."""
+    """Copies of its weights in a buffer and an attribute."""
 
     def __init__(self) -> None:
         super().__init__(3, 4)
         self.register_buffer("initial", self.weight.clone())
         self.norm = self.weight.detach().norm()
-        self.anchors = [parameter.detach().clone() for parameter in self.parameters()]
-        self.scales = {"weight": (self.weight.detach().std(), 2)}
 
 
 def normed() -> nn.Module:
