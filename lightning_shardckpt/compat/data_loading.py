@@ -5,7 +5,8 @@ Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -26,20 +27,17 @@ from torch.utils.data import (
 from lightning_shardckpt.system.random_generators import seed_temporarily
 
 
-class IndexedLoader(DataLoader[Any]):
-    """A DataLoader whose subclass may replace the source of indices.
+def replace_indices(kind: Any, source: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return attributes for a subclass of a DataLoader's class, whose loaders draw from another source of indices.
 
     Relies on ``DataLoader._index_sampler``: each iterator reads it when it is made, and iterates over it at its first
     index; an iterator of persistent workers does so again in every epoch. ``len(loader)`` is its length.
+
+    Args:
+        kind: the class.
+        source: takes a loader and its sampler; returns an iterable of indices, or of lists of them, with a length.
     """
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self.index_source(super()._index_sampler)
-
-    def index_source(self, sampler: Any) -> Any:
-        """Return an iterable of indices, or of lists of them, that has a length; by default the sampler itself."""
-        return sampler
+    return {"_index_sampler": property(lambda loader: source(loader, kind._index_sampler.fget(loader)))}
 
 
 def sampler_of(loader: Any) -> Any:
@@ -106,33 +104,6 @@ def show_samplers(loader: object) -> Iterator[None]:
             given.__class__ = kind
 
 
-def draw_orders_by_epoch(loader: object) -> None:
-    """Make the sampler within a loader's DistributedSamplerWrapper draw each order from the wrapper's seed and epoch.
-
-    The generators of the process, and the sampler's own ``generator``, are seeded while it draws, and restored then. So
-    ranks whose generators are in different states draw the same order, and a resumed run draws that of its epoch again.
-    Does nothing for other samplers. Relies on ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls
-    first.
-    """
-    sampler = sampler_of(loader)
-    if type(sampler) is not DistributedSamplerWrapper:
-        return
-    dataset: Any = sampler.dataset
-
-    def reset() -> None:
-        generator = own_generator(sampler)
-        own = None if generator is None else generator.get_state()
-        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
-            if generator is not None:
-                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
-            type(dataset).reset(dataset)
-        dataset.has_order = True
-        if generator is not None and own is not None:
-            generator.set_state(own)
-
-    dataset.reset = reset
-
-
 def makes_plain_batches(batch_sampler: object) -> bool:
     """Return whether batches are consecutive indices: without a batch sampler, or with torch's BatchSampler."""
     return batch_sampler is None or type(batch_sampler) in (BatchSampler, GivenBatchSampler)
@@ -146,13 +117,46 @@ def wrapped_sampler(sampler: object) -> Any | None:
     return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
 
 
-def last_order(sampler: object) -> list[Any] | None:
-    """Return the order that a sampler of `draw_orders_by_epoch` drew last; None before, and for other samplers.
+def own_generator(sampler: object) -> torch.Generator | None:
+    """Return the ``generator`` of the user's sampler within a DistributedSamplerWrapper, if it has one."""
+    generator = getattr(wrapped_sampler(sampler), "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
 
-    Relies on ``DistributedSamplerWrapper.dataset``, whose items are the order.
+
+def draw_orders_by_epoch(loader: object) -> None:
+    """Make the sampler within a loader's DistributedSamplerWrapper draw each order from the wrapper's seed and epoch.
+
+    The generators of the process, and the sampler's own ``generator``, are seeded while it draws, and restored then. So
+    ranks whose generators are in different states draw the same order, and a resumed run draws that of its epoch again.
+    Does nothing for other samplers. Relies on ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls
+    first, and draws the items of ``dataset``.
     """
-    dataset: Any = getattr(sampler, "dataset", None)
-    return [*dataset] if getattr(dataset, "has_order", False) else None
+    sampler = sampler_of(loader)
+    if type(sampler) is not DistributedSamplerWrapper:
+        return
+    dataset: Any = sampler.dataset
+
+    def reset() -> None:
+        generator = own_generator(sampler)
+        own = None if generator is None else generator.get_state()
+        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+            if generator is not None:
+                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
+            type(dataset).reset(dataset)
+        try:
+            dataset.checksum = zlib.crc32(array("q", [*dataset]))
+        except TypeError:  # its items are not integers
+            dataset.checksum = None
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+    dataset.reset = reset
+
+
+def order_checksum(sampler: object) -> int | None:
+    """Return the checksum of the order that the user's sampler drew last; None before, and if seed and epoch fix it."""
+    checksum: int | None = getattr(getattr(sampler, "dataset", None), "checksum", None)
+    return checksum if type(sampler) is DistributedSamplerWrapper else None
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
@@ -165,9 +169,3 @@ def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
     alone.num_replicas, alone.rank = 1, 0
     alone.num_samples = alone.total_size = len(alone.dataset)  # type: ignore[arg-type]
     return list(alone)
-
-
-def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the ``generator`` of the user's sampler within a DistributedSamplerWrapper, if it has one."""
-    generator = getattr(wrapped_sampler(sampler), "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None

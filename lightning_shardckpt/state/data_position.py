@@ -1,44 +1,44 @@
 """The position of a loader in an epoch, and resuming there: torch's DataLoaders, and loaders with their own state.
 
-With a DistributedSampler, seed and epoch determine the order of all ranks together (`draw_orders_by_epoch` for a
-sampler within it). A position in it is a number of samples, from which another number of ranks with the same global
-batch can continue: ``GlobalBatches``.
+A loader of training gets a class that records its progress, and a resumed run gives it a position: a dict of plain
+values. There are three ways back to a position.
 
-Another sampler draws the order from the random state at the start of the epoch; dropout draws from the state at the
-save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them, for
-map-style datasets), and leaves the process in the state that it had before. The random state of worker processes is not
-restored.
+1. With a DistributedSampler, seed and epoch determine the order of all ranks together (`draw_orders_by_epoch` for a
+   sampler within it). A position is a number of samples (``used``), from which another number of ranks with the same
+   global batch can continue: ``Division``.
+2. Another sampler, or an IterableDataset, draws from the random state at the start of the epoch (``epoch_start``). A
+   resumed epoch draws from that state again, skips the used batches (of indices, for map-style datasets), and leaves
+   the process in the state that it had before. The random state of worker processes is not restored.
+3. A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, gets the ``state``
+   before its first unused batch.
 
-The state of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, counts drawn
-batches, which may be more than training has used: Lightning draws one batch ahead of a loader without a length, and an
-exception may interrupt a batch. So it is recorded before each draw, and a resumed run loads the state before the first
-unused batch. Random numbers that the loader drew from the process for unused batches are not drawn again.
+Streams (the last two without indices) may have drawn more batches than training has used: Lightning draws one batch
+ahead of a loader without a length, and an exception may interrupt a batch. So their position is recorded before each
+draw. Random numbers that they drew from the process for unused batches are not drawn again; this is noted in the
+position.
 """
 
 from __future__ import annotations
 
 import warnings
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import chain, count, islice, repeat
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
-    IndexedLoader,
     is_strided,
-    last_order,
     makes_plain_batches,
+    order_checksum,
     order_of_all_ranks,
     own_generator,
+    replace_indices,
     sampler_of,
     wrapped_sampler,
 )
@@ -55,26 +55,188 @@ _REPEATED = (
     "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
     "DataLoader to leave them out."
 )
+_KEPT = 3  # draws of a stream: Lightning draws one batch ahead, and one is in use
+_PROGRESS = "shardckpt_progress"
 LoaderPosition = Mapping[str, Any]
 """The position of one loader, as a checkpoint stores it."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of a loader of training. It doesn't refer to the loader, whose workers end with it.
+
+    Attributes:
+        kind: the loader's own class.
+        count: returns the number of the current epoch, and of its drawn batches.
+        has_state: whether the loader has a state of its own.
+        is_stream: whether it has one, or its dataset has no indices.
+        waits: whether iterations are empty, until the position to resume from is known.
+        upcoming: the position at which the next iteration begins; None to begin anew.
+        begun: the position at which the current iteration began, without keys that do not matter.
+        batches: of the current iteration of a stream, with skipped ones.
+        has_drawn: whether a stream has drawn random numbers of the process after its first batch.
+        draws: the last draws of a stream: the number of the epoch and of its batch, and the position before it.
+    """
+
+    kind: Any
+    count: Callable[[], tuple[int, int]]
+    has_state: bool
+    is_stream: bool
+    waits: bool = False
+    upcoming: LoaderPosition | None = None
+    begun: LoaderPosition = field(default_factory=dict)
+    batches: int = 0
+    has_drawn: bool = False
+    draws: deque[tuple[tuple[int, int], dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+
+def progress_of(loader: object) -> Progress | None:
+    """Return the progress of a loader of ``make_resumable``; None for others."""
+    return getattr(loader, "__dict__", {}).get(_PROGRESS)
+
+
+def make_resumable(loader: Any, count: Callable[[], tuple[int, int]]) -> Progress | None:
+    """Make a loader resumable in place; return None for an iterable without state, and a class that can't be changed.
+
+    Args:
+        loader: of training.
+        count: returns the number of the current epoch, from 1, and of its drawn batches.
+    """
+    kind = getattr(type(loader), "shardckpt_kind", type(loader))  # Lightning makes loaders of the new class, too
+    has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    is_torch = isinstance(loader, DataLoader)
+    if not (has_state or is_torch):
+        return None
+    is_stream = has_state or isinstance(loader.dataset, IterableDataset)
+    if kind is type(loader):
+        added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_kind": kind}
+        if not has_state:  # Lightning asks for these methods to learn whether a loader can resume
+            added |= {"state_dict": lambda loader: {}, "load_state_dict": lambda loader, state: None}
+        if not is_stream:
+            added |= replace_indices(kind, _Indices)
+        try:
+            loader.__class__ = type(kind.__name__, (kind,), added)
+        except TypeError:  # a class with __slots__, or an extension type
+            return None
+    progress = vars(loader)[_PROGRESS] = Progress(kind, count, has_state, is_stream)
+    return progress
+
+
+def _iterate(loader: Any) -> Iterator[Any]:
+    """Begin an iteration: the ``__iter__`` of resumable loaders."""
+    progress: Progress = vars(loader)[_PROGRESS]
+    if progress.waits:
+        return iter(())
+    if not progress.is_stream:
+        progress.begun = {}
+        with nullcontext() if progress.upcoming is None else _preserve_random_state(loader):
+            iterator: Iterator[Any] = progress.kind.__iter__(loader)
+        return iterator
+    position, progress.upcoming = progress.upcoming, None
+    if position is None:
+        progress.begun = {"epoch_start": _random_state(loader)}
+        progress.batches, progress.has_drawn = 0, False
+        return _draw_all(loader, progress.kind.__iter__(loader))
+    with preserve_rng(every_device=True):
+        iterator = _continue_stream(loader, position)
+    _set_own_states(loader, position["own"])
+    return _draw_all(loader, iterator, position["checksum"])
+
+
+def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPosition | None:
+    """Return the position of a loader after ``used`` batches of the epoch, None if it is over; None if unknown.
+
+    Args:
+        loader: of training.
+        used: batches of the epoch, for all loaders together.
+        cycles: whether a shorter loader begins again at its end.
+    """
+    progress = progress_of(loader)
+    if progress is None:
+        return None
+    if progress.is_stream:
+        return _position_of_stream(loader, progress, used)
+    used, length = used or 0, _length(loader)
+    if length is not None and used > length:
+        used = (used - 1) % length + 1 if cycles else length
+    begun, division, samples = progress.upcoming or progress.begun, _division_of(loader), _samples_of(loader)
+    position = {**_sampling(loader), "batches": used, "samples": samples, "batch_size": batch_size_of(loader)}
+    position |= {key: begun.get(key) for key in ("epoch_start", "checksum")}
+    if division is None or samples is None:
+        return position
+    before = begun.get("used", 0)
+    sizes = division.sizes(samples - before)[: used - begun.get("batches", 0)]
+    return position | {"used": before + sum(sizes)}
+
+
+def resume_loader(loader: Any, position: LoaderPosition | None, *, is_over: bool, same_ranks: bool) -> None:
+    """Begin the next iteration of a resumable loader after the used batches, or anew without a position.
+
+    Args:
+        loader: of training.
+        position: of the interrupted run.
+        is_over: whether the position is the end of an epoch, so that the next iteration is that of the next epoch.
+        same_ranks: whether this rank has the data of the rank that saved; else no random or other state fits.
+    """
+    progress: Progress = vars(loader)[_PROGRESS]
+    progress.waits, progress.upcoming = False, None
+    if is_over and not progress.has_state and loader.persistent_workers:
+        with _preserve_random_state(loader):
+            iter(loader)  # the workers have begun, and drawn their seeds, in an earlier epoch
+    if position is None or ("state" in position) != progress.has_state or (progress.has_state and not same_ranks):
+        return
+    if not same_ranks:
+        position = {**position, "epoch_start": None, "own": []}
+    if is_over and progress.has_state:
+        with preserve_rng():
+            _continue_stream(loader, position)  # the iteration that is over
+    _set_seed(loader, position["seed"])
+    _set_own_states(loader, position["own"])
+    has_begun = position["epoch_start"] is not None or position["batches"] or "used" in position
+    if not is_over and (has_begun or progress.has_state):
+        progress.upcoming = position
+
+
+def continues_exactly(loader: object, position: LoaderPosition | None, *, in_epoch: bool, same_ranks: bool) -> bool:
+    """Return whether a loader can continue exactly from a position.
+
+    Args:
+        loader: of training.
+        position: of the interrupted run.
+        in_epoch: whether it is within an epoch; the next epoch depends only on a state of the loader.
+        same_ranks: whether this rank has the data of the rank that saved.
+    """
+    progress = progress_of(loader)
+    has_state, is_stream = (False, False) if progress is None else (progress.has_state, progress.is_stream)
+    if not in_epoch and not has_state:
+        return True
+    if progress is None or position is None or ("state" in position) != has_state:
+        return False
+    knows_order = same_ranks and (has_state or position["epoch_start"] is not None)
+    if is_stream:
+        return knows_order and not (in_epoch and position.get("draws_random_numbers", True))
+    if position.get("samples") != _samples_of(loader):
+        return False
+    return knows_order if _division_of(loader) is None else "used" in position
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples of this rank in a batch; None if unknown, or for a loader with its own state."""
+    progress = progress_of(loader)
+    if progress is None or progress.has_state:
+        return None
+    division = None if progress.is_stream else _division_of(loader)
+    size: int | None = loader.batch_size if division is None else division.batch_size
+    return size
 
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _checksum(order: list[Any]) -> int | None:
-    """Return a checksum of an order; None if its items are not integers."""
-    try:
-        return zlib.crc32(array("q", order))
-    except TypeError:
-        return None
-
-
-def _warn_of_order(sampler: Any, order: list[Any], expected: int | None) -> None:
-    """Warn if an order is not the expected one; None if that is not known."""
-    if expected is not None and _checksum(order) != expected:
-        kind = type(wrapped_sampler(sampler) or sampler).__name__
-        warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=3)
+def _warn_of_order(sampler: Any, expected: int | None) -> None:
+    """Warn if the sampler drew another order than that of a checksum; None if that is not known."""
+    if expected is not None and order_checksum(sampler) != expected:
+        warnings.warn(_OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler) or sampler).__name__), stacklevel=3)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -98,7 +260,7 @@ def _random_state(loader: Any) -> dict[str, Any]:
     return {"process": get_rng_state(), "own": _own_states(loader)}
 
 
-def _set_random_state(loader: Any, state: LoaderPosition) -> None:
+def _set_random_state(loader: Any, state: Mapping[str, Any]) -> None:
     set_rng_state(state["process"])
     _set_own_states(loader, state["own"])
 
@@ -124,17 +286,16 @@ def _set_seed(loader: Any, seed: int | None) -> None:
         sampler.seed = seed
 
 
-# ── batches of all ranks ──────────────────────────────────────────────────────────────────────────────────────────────
-# An epoch's order of samples, divided among data-parallel ranks. Each step takes the next samples of the order of all
-# ranks together, whatever the number of ranks.
+# ── loaders with indices ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalBatches:
-    """The division of an order into steps, the same number on every rank.
+class Division:
+    """The division of an order of all ranks into steps, the same number on every rank.
 
-    A step takes ``ranks * batch_size`` samples. The rest makes a shorter last step, in which some ranks have one sample
-    less than others. If the rest has fewer samples than there are ranks, the last two steps share their samples.
+    A step takes the next ``ranks * batch_size`` samples. The rest makes a shorter last step, in which some ranks have
+    one sample less than others. If the rest has fewer samples than there are ranks, the last two steps share their
+    samples.
 
     Args:
         ranks: the number of data-parallel ranks.
@@ -148,277 +309,156 @@ class GlobalBatches:
     drop_last: bool = False
     drop_uneven: bool = False
 
-    def steps(self, samples: int) -> int:
-        """Return the number of steps in ``samples``."""
-        full, rest = self._split(samples)
-        return full + len(rest)
-
-    def used(self, samples: int, steps: int) -> int:
-        """Return how many of ``samples`` the first ``steps`` use."""
-        full, rest = self._split(samples)
-        return min(steps, full) * self.ranks * self.batch_size + sum(rest[: max(0, steps - full)])
+    def sizes(self, samples: int) -> list[int]:
+        """Return how many of ``samples`` all ranks together use in each step."""
+        if self.drop_uneven:
+            samples -= samples % self.ranks
+        full, rest = divmod(samples, self.ranks * self.batch_size)
+        sizes = [self.ranks * self.batch_size] * full
+        if rest and not self.drop_last:
+            sizes.append(rest)
+            if rest < self.ranks and full and self.batch_size > 1:
+                moved = self.batch_size // 2 * self.ranks
+                sizes[-2:] = [sizes[-2] - moved, moved + rest]
+        return sizes
 
     def repeats(self, samples: int) -> int:
         """Return how many ranks repeat another rank's sample in the last step, for want of samples."""
-        _, rest = self._split(samples)
-        return max(0, self.ranks - rest[-1]) if rest else 0
+        return max(0, self.ranks - min(self.sizes(samples)[-1:], default=self.ranks))
 
     def deal(self, order: Sequence[Any], rank: int) -> Iterator[list[Any]]:
         """Yield one rank's batches of ``order``."""
-        full, rest = self._split(len(order))
         start = 0
-        for size in chain(repeat(self.ranks * self.batch_size, full), rest):
+        for size in self.sizes(len(order)):
             batch = order[start : start + size]
             yield list(batch[rank :: self.ranks]) or [batch[rank % len(batch)]]
             start += size
 
-    def _split(self, samples: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number of full steps, and the sizes of the shorter steps after them."""
-        if self.drop_uneven:
-            samples -= samples % self.ranks
-        full, rest = divmod(samples, self.ranks * self.batch_size)
-        if not rest or self.drop_last:
-            return full, ()
-        if rest >= self.ranks or not full or self.batch_size == 1:
-            return full, (rest,)
-        half = self.batch_size // 2
-        return full - 1, (self.ranks * (self.batch_size - half), self.ranks * half + rest)
+
+def _division_of(loader: Any) -> Division | None:
+    """Return the division of the order of all ranks into steps; None if the order is unknown."""
+    sampler, batches = sampler_of(loader), loader.batch_sampler
+    if not (is_strided(sampler) and makes_plain_batches(batches)):
+        return None
+    size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
+    return Division(sampler.num_replicas, size, drop_last, sampler.drop_last)
 
 
-# ── torch's DataLoaders ───────────────────────────────────────────────────────────────────────────────────────────────
+def _length(value: Any) -> int | None:
+    """Return a length; None if it is unknown."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):  # the latter by samplers of no length, as in Lightning
+        return None
 
-_END = object()
+
+def _samples_of(loader: Any) -> int | None:
+    """Return the number of samples of an epoch of all ranks; None if unknown."""
+    sampler = sampler_of(loader)
+    return _length(sampler.dataset if is_strided(sampler) else loader.dataset)
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """Where an iteration begins.
+class _Indices:
+    """The indices of each epoch of a loader, or the rest of an interrupted one, which leaves random states unchanged.
 
-    Attributes:
-        batches: the number of earlier batches of its epoch.
-        samples: the number of samples that all ranks have used in them, of an order of all ranks.
-        checksum: of the order of all ranks; None if it is not known.
-        start: the random state when the order of this rank was drawn; None if it was not drawn yet.
+    Iterators of persistent workers keep it over epochs.
     """
 
-    batches: int = 0
-    samples: int = 0
-    checksum: int | None = None
-    start: dict[str, Any] | None = None
-
-
-class ResumableLoader(IndexedLoader):
-    """The class that ``make_resumable`` puts before a DataLoader's own.
-
-    Attributes:
-        waits: whether iterations are empty, until the position to resume from is known.
-    """
-
-    waits = False
-    _current = Beginning()
-    _upcoming: Beginning | None = None  # of the next iteration; it leaves random states as they are
-    _draws_random_numbers = False
-
-    def __iter__(self) -> Any:
-        if self.waits:
-            return iter(())
-        self._current = Beginning()
-        with nullcontext() if self._upcoming is None else _preserve_random_state(self):
-            return self._iterate_over_stream() if self.is_stream else super().__iter__()
-
-    @property
-    def is_stream(self) -> bool:
-        """True if the dataset has no indices."""
-        return isinstance(self.dataset, IterableDataset)
-
-    def _begin(self, *, keeps_order: bool) -> Beginning:
-        """Return where this iteration begins, and restore the random state from which it draws its order."""
-        begins, self._upcoming = self._upcoming or Beginning(), None
-        if not keeps_order:
-            if begins.start is not None:
-                _set_random_state(self, begins.start)
-            self._current = Beginning(start=_random_state(self))
-        return begins
-
-    def _iterate_over_stream(self) -> Iterator[Any]:
-        begins, self._draws_random_numbers = self._begin(keeps_order=False), False
-        iterator: Iterator[Any] = super().__iter__()
-        if not self.num_workers:
-            iterator = self._note_draws(iterator)
-        for _ in islice(iterator, begins.batches):
-            pass
-        return iterator
-
-    def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a stream, and note if it draws from the process's generators after its first batch."""
-        for number in count():
-            watches = number > 0 and not self._draws_random_numbers
-            before = rng_checksum() if watches else 0  # takes 0.1 ms
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            self._draws_random_numbers |= watches and before != rng_checksum()
-            yield batch
-
-    def index_source(self, sampler: Any) -> Any:
-        """Return a source that resumes, for a map-style dataset; else the sampler."""
-        return sampler if self.is_stream else _ResumableIndices(self, sampler)
-
-    def draw_indices(self, sampler: Any) -> Iterator[Any]:
-        """Yield the indices of a new epoch, or the rest of an interrupted one, which leaves random states unchanged."""
-        if (division := self.global_batches()) is not None:
-            yield from self._divide(division, self._begin(keeps_order=True))
-            return
-        resumes = self._upcoming is not None and self._upcoming.start is not None
-        with _preserve_random_state(self) if resumes else nullcontext():
-            begins, indices = self._begin(keeps_order=False), iter(sampler)
-            first = next(islice(indices, begins.batches, None), _END)
-        if first is not _END:
-            yield first
-            yield from indices
-
-    # --- an order of all ranks together ---
-
-    def global_batches(self) -> GlobalBatches | None:
-        """Return the division of the order of all ranks into steps; None if the order is unknown."""
-        sampler, batches = sampler_of(self), self.batch_sampler
-        if not (is_strided(sampler) and makes_plain_batches(batches)) or self.is_stream:
-            return None
-        size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
-        return GlobalBatches(sampler.num_replicas, size, drop_last, sampler.drop_last)
-
-    @property
-    def samples_of_batch(self) -> int | None:
-        """The number of samples of this rank in a batch; None if unknown."""
-        division = self.global_batches()
-        return self.batch_size if division is None else division.batch_size
-
-    @property
-    def samples(self) -> int | None:
-        """The number of samples of an epoch of all ranks; None if unknown."""
-        sampler = sampler_of(self)
-        try:
-            return len(sampler.dataset if is_strided(sampler) else self.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
-    def _divide(self, division: GlobalBatches, begins: Beginning) -> Iterator[Any]:
-        """Yield this rank's indices of a new or a resumed epoch, without repeating samples."""
-        sampler = sampler_of(self)
-        order = order_of_all_ranks(sampler)
-        self._current = replace(begins, checksum=_checksum(order))
-        left = order[begins.samples :]
-        if sampler.rank == 0:
-            _warn_of_order(sampler, order, begins.checksum)
-            if begins.batches and (repeated := division.repeats(len(left))):
-                warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
-        batches = division.deal(left, sampler.rank)
-        yield from batches if self.batch_sampler is not None else (index for (index,) in batches)
-
-    # --- the position ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict: Lightning looks for this method to learn whether a loader can resume."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing; see ``resume``."""
-
-    def position(self, batches: int) -> dict[str, Any]:
-        """Return the state to resume from, after ``batches`` that it has yielded for training since it last began."""
-        begun, division = self._upcoming or self._current, self.global_batches()
-        position = {**_sampling(self), "batches": batches, "samples": self.samples, "batch_size": self.samples_of_batch}
-        if self.is_stream:
-            position["draws_random_numbers"] = self._draws_random_numbers
-        if division is None or self.samples is None:
-            return position | {"epoch_start": begun.start}
-        used = begun.samples + division.used(self.samples - begun.samples, batches - begun.batches)
-        return position | {"order": {"used": used, "checksum": begun.checksum}}
-
-    def resume(self, position: LoaderPosition | None, *, is_over: bool, same_ranks: bool) -> None:
-        """Begin the next iteration after the used batches, or anew without a position.
-
-        Args:
-            position: of the interrupted run.
-            is_over: whether the position is the end of an epoch, so that the next iteration is that of the next epoch.
-            same_ranks: whether this rank has the data of the rank that saved; else no random state fits.
-        """
-        self.waits, self._upcoming = False, None
-        if is_over and self.persistent_workers:
-            with _preserve_random_state(self):
-                iter(self)  # the workers have begun, and drawn their seeds, in an earlier epoch
-        if position is None:
-            return
-        _set_seed(self, position["seed"])
-        _set_own_states(self, position["own"] if same_ranks else [])
-        order, start = position.get("order", {}), position.get("epoch_start") if same_ranks else None
-        if not is_over and (order or start is not None or position["batches"]):
-            checksum = order.get("checksum") if position["samples"] == self.samples else None
-            self._upcoming = Beginning(position["batches"], order.get("used", 0), checksum, start)
-
-
-class _ResumableIndices:
-    """The indices of each epoch, from the loader. Iterators of persistent workers keep it over epochs."""
-
-    def __init__(self, loader: ResumableLoader, sampler: Any) -> None:
+    def __init__(self, loader: Any, sampler: Any) -> None:
         self._loader, self._sampler = loader, sampler
 
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._loader.draw_indices(self._sampler)  # runs when the first index is asked for
-
     def __len__(self) -> int:
-        division, samples = self._loader.global_batches(), self._loader.samples
-        return len(self._sampler) if division is None or samples is None else division.steps(samples)
+        division, samples = _division_of(self._loader), _samples_of(self._loader)
+        return len(self._sampler) if division is None or samples is None else len(division.sizes(samples))
+
+    def __iter__(self) -> Iterator[Any]:  # runs when the first index is asked for
+        loader, progress = self._loader, vars(self._loader)[_PROGRESS]
+        position, progress.upcoming = progress.upcoming or {}, None
+        if (division := _division_of(loader)) is not None:
+            yield from _divide(loader, progress, division, position)
+            return
+        start = position.get("epoch_start")
+        with nullcontext() if start is None else _preserve_random_state(loader):
+            if start is not None:
+                _set_random_state(loader, start)
+            progress.begun, indices = {"epoch_start": _random_state(loader)}, iter(self._sampler)
+            skipped = position.get("batches", 0)
+            first = [*islice(indices, skipped, skipped + 1)]  # draws the order
+        yield from chain(first, indices)
 
 
-@lru_cache(maxsize=64)
-def _resumable_class(kind: Any) -> Any:
-    return type(kind.__name__, (ResumableLoader, kind), {"__module__": kind.__module__})
+def _divide(loader: Any, progress: Progress, division: Division, position: LoaderPosition) -> Iterator[Any]:
+    """Yield this rank's indices of a new epoch, or of one after a position, without repeating samples."""
+    sampler = sampler_of(loader)
+    order = order_of_all_ranks(sampler)
+    batches, used = position.get("batches", 0), position.get("used", 0)
+    progress.begun, left = {"batches": batches, "used": used, "checksum": order_checksum(sampler)}, order[used:]
+    if sampler.rank == 0:
+        _warn_of_order(sampler, position.get("checksum") if position.get("samples") == len(order) else None)
+        if batches and (repeated := division.repeats(len(left))):
+            warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
+    dealt = division.deal(left, sampler.rank)
+    yield from dealt if loader.batch_sampler is not None else (index for (index,) in dealt)
 
 
-def make_resumable(loader: object) -> bool:
-    """Make a DataLoader resumable in place; return False for a loader with its own state, or another iterable."""
-    if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not hasattr(loader, "state_dict"):
-        kind: Any = type(loader)
-        loader.__class__ = _resumable_class(kind)
-    return isinstance(loader, ResumableLoader)
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── loaders with their own state ──────────────────────────────────────────────────────────────────────────────────────
+def _current_position(loader: Any, progress: Progress) -> dict[str, Any]:
+    position = {**_sampling(loader), "epoch_start": progress.begun.get("epoch_start"), "batches": progress.batches}
+    position["batch_size"] = batch_size_of(loader)
+    return position | ({"state": deepcopy(progress.kind.state_dict(loader))} if progress.has_state else {})
 
-_KEPT = 3  # Lightning draws one batch ahead, and one is in use
+
+def _position_of_stream(loader: Any, progress: Progress, used: int | None) -> LoaderPosition | None:
+    if progress.upcoming is not None:
+        return progress.upcoming
+    first = None if used is None else (progress.count()[0], used)
+    unused = [] if first is None else [(number, position) for number, position in progress.draws if number >= first]
+    if progress.waits or (unused and unused[0][0] != first):
+        return None
+    position = unused[0][1] if unused else _current_position(loader, progress)
+    draws = any(one.get("draws_random_numbers", False) for _, one in unused) if progress.has_state else None
+    position["draws_random_numbers"] = progress.has_drawn if draws is None else draws
+    return position | {"checksum": order_checksum(sampler_of(loader))}
 
 
-@dataclass(slots=True)
-class Watch:
-    """The progress of a loader.
+def _continue_stream(loader: Any, position: LoaderPosition) -> Iterator[Any]:
+    progress: Progress = vars(loader)[_PROGRESS]
+    _set_seed(loader, position["seed"])
+    start = position["epoch_start"] or _random_state(loader)
+    _set_random_state(loader, start)
+    if progress.has_state:
+        progress.kind.load_state_dict(loader, position["state"])
+    iterator: Iterator[Any] = progress.kind.__iter__(loader)
+    for _ in islice(iterator, 0 if progress.has_state else position["batches"]):
+        pass
+    progress.begun, progress.batches = {"epoch_start": start}, position["batches"]
+    progress.has_drawn = position.get("draws_random_numbers", False)
+    return iterator
 
-    Attributes:
-        kind: the loader's own class.
-        count: returns the number of the epoch, and of its drawn batches.
-        begun: random states when the current iteration began; None before the first one.
-        draws: the last draws: the number of the epoch and of its batch, and the position before it.
-        upcoming: the position at which the next iteration begins; None to begin anew.
-        waits: whether iterations are empty, until the position to resume from is known.
+
+def _draw_all(loader: Any, iterator: Iterator[Any], checksum: int | None = None) -> Iterator[Any]:
+    """Yield all batches, and compare the order of the interrupted iteration, by its checksum.
+
+    A draw that raises is kept, since the loader's state is unusable after it.
     """
-
-    kind: Any
-    count: Callable[[], tuple[int, int]]
-    begun: dict[str, Any] | None = None
-    draws: deque[tuple[tuple[int, int], dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    upcoming: LoaderPosition | None = None
-    waits: bool = False
-
-
-class StatefulLoader:
-    """A loader whose ``__iter__`` is replaced by ``watch_state``.
-
-    It is a base after the loader's own class, since Python refuses the assignment to ``__class__`` otherwise.
-    """
-
-    __slots__ = ()
-    shardckpt_watch: Watch
+    progress: Progress = vars(loader)[_PROGRESS]
+    watches = not getattr(loader, "num_workers", 0)  # workers have generators of their own
+    while True:
+        position, before = _current_position(loader, progress), rng_checksum() if watches else 0
+        progress.draws.append((progress.count(), position))
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            progress.draws.pop()
+            return
+        position["draws_random_numbers"] = watches and before != rng_checksum()
+        progress.has_drawn |= progress.batches > 0 and position["draws_random_numbers"]
+        progress.batches += 1
+        _warn_of_order(sampler_of(loader), checksum)
+        checksum = None
+        yield batch
 
 
 def refuse_batches_of_batches(loader: object) -> None:
@@ -439,98 +479,3 @@ def refuse_batches_of_batches(loader: object) -> None:
             "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
             "batches."
         )
-
-
-def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:
-    """Make a loader with its own state resumable, in place; return False if its class can't be changed.
-
-    Args:
-        loader: of training.
-        count: returns the number of the current epoch, and of its drawn batches.
-    """
-    if isinstance(loader, StatefulLoader):
-        type(loader).shardckpt_watch = Watch(loader.shardckpt_watch.kind, count)
-        return True
-    kind = type(loader)
-    added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_watch": Watch(kind, count)}
-    try:
-        loader.__class__ = type(kind.__name__, (kind, StatefulLoader), added)
-    except TypeError:  # a class with __slots__, or an extension type
-        return False
-    return True
-
-
-def state_position(loader: StatefulLoader, used: int | None) -> LoaderPosition | None:
-    """Return the position of a watched loader after ``used`` batches of the epoch, None if it is over; None if unknown.
-    """
-    watch = loader.shardckpt_watch
-    if watch.upcoming is not None:
-        return watch.upcoming
-    first = None if used is None else (watch.count()[0], used)
-    unused = [] if first is None else [(number, position) for number, position in watch.draws if number >= first]
-    if watch.waits or (unused and unused[0][0] != first):
-        return None
-    order = {"order": _checksum(last_order(sampler_of(loader)) or [])}
-    if not unused:
-        return _current_position(loader) | order
-    draws_random = any(position.get("draws_random_numbers", False) for _, position in unused)
-    return unused[0][1] | order | {"draws_random_numbers": draws_random}
-
-
-def resume_state(loader: StatefulLoader, position: LoaderPosition | None, *, is_over: bool) -> None:
-    """Begin the next iteration of a watched loader at ``position``, or anew; as `ResumableLoader.resume`."""
-    watch = loader.shardckpt_watch
-    watch.waits, watch.upcoming = False, None if is_over else position
-    if is_over and position is not None:
-        with preserve_rng():
-            _continue(loader, position)  # the iteration that is over
-        _set_own_states(loader, position["own"])
-
-
-def _iterate(loader: StatefulLoader) -> Iterator[Any]:
-    watch = loader.shardckpt_watch
-    if watch.waits:
-        return iter(())
-    position, watch.upcoming = watch.upcoming, None
-    if position is None:
-        watch.begun = _random_state(loader)
-        return _draw_all(loader, watch.kind.__iter__(loader))
-    with preserve_rng(every_device=True):
-        iterator = _continue(loader, position)
-    _set_own_states(loader, position["own"])
-    return _draw_all(loader, iterator, position["order"])
-
-
-def _continue(loader: StatefulLoader, position: LoaderPosition) -> Iterator[Any]:
-    watch = loader.shardckpt_watch
-    _set_seed(loader, position["seed"])
-    watch.begun = position["epoch_start"] or _random_state(loader)
-    _set_random_state(loader, watch.begun)
-    watch.kind.load_state_dict(loader, position["state"])
-    iterator: Iterator[Any] = watch.kind.__iter__(loader)
-    return iterator
-
-
-def _draw_all(loader: StatefulLoader, iterator: Iterator[Any], order: int | None = None) -> Iterator[Any]:
-    """Yield all batches, and compare the order of the interrupted iteration, by its checksum.
-
-    A draw that raises is kept, since the loader's state is unusable after it.
-    """
-    watch = loader.shardckpt_watch
-    while True:
-        position, before = _current_position(loader), rng_checksum()
-        watch.draws.append((watch.count(), position))
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            watch.draws.pop()
-            return
-        position["draws_random_numbers"] = before != rng_checksum()
-        sampler, expected, order = sampler_of(loader), order, None
-        _warn_of_order(sampler, last_order(sampler) or [], expected)
-        yield batch
-
-
-def _current_position(loader: StatefulLoader) -> dict[str, Any]:
-    watch = loader.shardckpt_watch
-    return {"epoch_start": watch.begun, **_sampling(loader), "state": deepcopy(watch.kind.state_dict(loader))}

@@ -19,7 +19,6 @@ from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -33,7 +32,6 @@ from lightning_shardckpt.compat.lightning_loops import (
     ends_within_epoch,
     is_accumulating,
     is_batch_begun,
-    is_stateful,
     is_validation_interrupted,
     resume_validation,
     skip_validation_without_draws,
@@ -45,12 +43,12 @@ from lightning_shardckpt.compat.lightning_loops import (
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.data_position import (
-    ResumableLoader,
-    StatefulLoader,
+    batch_size_of,
+    continues_exactly,
     make_resumable,
-    resume_state,
-    state_position,
-    watch_state,
+    position_of,
+    progress_of,
+    resume_loader,
 )
 from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
@@ -126,29 +124,11 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
     has_begun, cycles = state["epoch_progress"]["current"]["started"], cycles_loaders(trainer)
     used = batches_done({"fit_loop": state}) if has_begun else 0
-    loaders = [_position(loader, used, cycles=cycles) for loader in train_loaders(trainer)]
+    loaders = [position_of(loader, used, cycles=cycles) for loader in train_loaders(trainer)]
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
     return Position(fit_loop, rng, loaders, list_trainable(trainer))
-
-
-def _position(loader: object, used: int | None, *, cycles: bool) -> Mapping[str, Any] | None:
-    """Return the position in one loader after ``used`` batches of the epoch, None if it is over; None without one.
-
-    Args:
-        loader: of training.
-        used: batches of the epoch, for all loaders together.
-        cycles: whether a shorter loader begins again at its end.
-    """
-    if isinstance(loader, StatefulLoader):
-        return state_position(loader, used)
-    if not isinstance(loader, ResumableLoader):
-        return None
-    used, length = used or 0, sized_len(loader)
-    if length is not None and used > length:
-        used = (used - 1) % length + 1 if cycles else length
-    return loader.position(used)
 
 
 def batches_done(loops: Mapping[str, Any]) -> int | None:
@@ -228,10 +208,8 @@ def prepare_loader(trainer: pl.Trainer, loader: Any, *, waits: bool) -> None:
         loader: of training.
         waits: whether the run resumes, so that the loader is empty until `start_loaders`.
     """
-    if make_resumable(loader):
-        loader.waits = waits
-    elif is_stateful(loader) and watch_state(loader, lambda: batches_drawn(trainer)):
-        loader.shardckpt_watch.waits = waits
+    if (progress := make_resumable(loader, lambda: batches_drawn(trainer))) is not None:
+        progress.waits = waits
 
 
 def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, same_ranks: bool) -> bool:
@@ -243,18 +221,11 @@ def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, s
         is_over: whether the epoch of the positions is over.
         same_ranks: whether this rank has the data of the rank that saved.
     """
-    loaders = train_loaders(trainer)
+    loaders = [loader if progress_of(loader) else None for loader in train_loaders(trainer)]
     for loader, position in zip_longest(loaders, positions[: len(loaders)]):
-        if isinstance(loader, StatefulLoader):
-            resume_state(loader, position if same_ranks and _has_state(position) else None, is_over=is_over)
-        elif isinstance(loader, ResumableLoader):
-            loader.resume(None if _has_state(position) else position, is_over=is_over, same_ranks=same_ranks)
-    return any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)
-
-
-def _has_state(position: Any) -> bool:
-    """Return whether a position is that of a loader with its own state."""
-    return position is not None and "state" in position
+        if loader is not None:
+            resume_loader(loader, position, is_over=is_over, same_ranks=same_ranks)
+    return any(loader is not None for loader in loaders)
 
 
 def resume_training(
@@ -286,16 +257,14 @@ def resume_training(
         resume_epoch_callbacks(trainer)
     undo.callback(resume_validation(trainer) if validates else skip_validation_without_draws(trainer))
     loaders = train_loaders(trainer)
-    if batches and not is_over:
-        for loader, position in zip(loaders, positions, strict=False):
+    pairs, in_epoch, inexact = [*zip(loaders, positions, strict=False)], bool(batches) and not is_over, list[str]()
+    if in_epoch:
+        for loader, position in pairs:
             _refuse_other_batches(loader, position, saved, share)
-        inexact = [] if len(loaders) == len(positions) else ["another number of loaders"]
-        pairs = zip(loaders, positions, strict=False)
-        inexact += [_name(loader) for loader, position in pairs if not _is_exact(loader, position, same_data)]
-    else:  # only loaders with their own state begin an epoch from what was before it
-        known = [same_data and _has_state(position) for position in positions]
-        begun = zip(loaders, known, strict=False) if has_begun else ()
-        inexact = [_name(loader) for loader, is_known in begun if isinstance(loader, StatefulLoader) and not is_known]
+        inexact += [] if len(loaders) == len(positions) else ["another number of loaders"]
+    for loader, position in pairs if has_begun else ():
+        if not continues_exactly(loader, position, in_epoch=in_epoch, same_ranks=same_data):
+            inexact.append(_name(loader))
     if inexact:
         told = {"loaders": ", ".join(inexact), "before": saved.data_size, "now": share.data_size}
         rank_zero_warn(_INEXACT.format(**told))
@@ -322,25 +291,9 @@ def _name(loader: Any) -> str:
     return type(loader).__name__ + ("" if dataset is None else f" of {type(dataset).__name__}")
 
 
-def _is_exact(loader: object, position: Any, same_data: bool) -> bool:
-    """Return whether a loader can continue an epoch exactly from a position of the run that saved."""
-    if position is None:
-        return False
-    draws = position.get("draws_random_numbers")
-    if isinstance(loader, StatefulLoader):
-        return same_data and _has_state(position) and not draws
-    if not isinstance(loader, ResumableLoader) or _has_state(position) or position["samples"] != loader.samples:
-        return False
-    if loader.global_batches() is not None:
-        return "order" in position
-    return same_data and position.get("epoch_start") is not None and not draws
-
-
 def _refuse_other_batches(loader: object, position: Any, saved: DataShare, share: DataShare) -> None:
     """Raise a MismatchError if the global batch differs, if it is known for both runs."""
-    if not isinstance(loader, ResumableLoader) or position is None or _has_state(position):
-        return
-    before, now = position["batch_size"], loader.samples_of_batch
+    before, now = (position or {}).get("batch_size"), batch_size_of(loader)
     if before is not None and now is not None and before * saved.data_size != now * share.data_size:
         raise MismatchError(
             f"cannot resume in the middle of an epoch with another global batch: it had {before * saved.data_size} "
