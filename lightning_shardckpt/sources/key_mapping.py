@@ -30,6 +30,7 @@ KeyMappingLike: TypeAlias = "KeyMapping | Mapping[str, str | None] | Callable[[s
 """A dict or a function from stored names to new names."""
 
 _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
+_Rule: TypeAlias = tuple[re.Pattern[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,21 @@ class KeyMapping:
     """New names for stored names.
 
     Attributes:
-        function: returns the new name of a stored name, None to leave it out; None if all names stay as they are.
-        entries: of a dict, each with a function that returns whether it matches a name.
+        function: the user's, which returns the new name of a stored name, or None to leave it out.
+        names: of a dict, the entries of whole names.
+        rules: of a dict, the expressions.
         option: the name of the option in errors.
     """
 
     function: Callable[[str], str | None] | None = None
-    entries: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    rules: Sequence[_Rule] = ()
     option: str = "key_mapping"
 
     @property
     def is_empty(self) -> bool:
         """True if all names stay as they are."""
-        return self.function is None
+        return self.function is None and not self.names and not self.rules
 
     @classmethod
     def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
@@ -71,12 +74,12 @@ class KeyMapping:
                 f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, "
                 f"or a function, got {given!r}"
             )
-        entries, names, rules = dict[str, Callable[[str], object]](), dict[str, str | None](), list[_Rule]()
+        names, rules = dict[str, str | None](), list[_Rule]()
         for old, new in (given or {}).items():
             if not isinstance(old, str) or not isinstance(new, str | None):
                 raise ValueError(f"{option} has {old!r}: {new!r}, but a name must map to a name or None")
             if not _OF_EXPRESSIONS.intersection(old):
-                names[old], entries[old] = new, old.__eq__
+                names[old] = new
                 continue
             try:
                 pattern = re.compile(old)
@@ -84,9 +87,7 @@ class KeyMapping:
             except (re.error, IndexError) as error:
                 raise ValueError(f"{option}: {old!r} is not a regular expression for {new!r}: {error}") from None
             rules.append((pattern, new))
-            entries[old] = pattern.search
-        function = (lambda name: names[name] if name in names else _apply(rules, name)) if entries else None
-        return cls(function, entries, option)
+        return cls(None, names, rules, option)
 
     @classmethod
     def of_texts(cls, texts: Iterable[str], option: str) -> KeyMapping:
@@ -107,7 +108,9 @@ class KeyMapping:
         >>> swap("a.w"), swap("b.w"), swap("scale")
         ('b.w', 'a.w', None)
         """
-        new = name if self.function is None else self.function(name)
+        if self.function is None:
+            return self.names[name] if name in self.names else _apply(self.rules, name)
+        new = self.function(name)
         if not isinstance(new, str | None):
             raise MismatchError(f"{self.option} returns {new!r} for {name!r}; it must be a name or None")
         return new
@@ -134,11 +137,9 @@ class KeyMapping:
         >>> KeyMapping.of({"mine.w": "a", "a": "b", "^l": "h"}).unused(["a", "l.w"])
         ["key_mapping: 'mine.w'  matches no name in the checkpoint"]
         """
-        unused = [old for old, matches in self.entries.items() if not any(map(matches, names))]
+        unused = [old for old in self.names if old not in names]
+        unused += [pattern.pattern for pattern, _ in self.rules if not any(map(pattern.search, names))]
         return [f"{self.option}: {old!r}  matches no name in the checkpoint" for old in unused]
-
-
-_Rule: TypeAlias = tuple[re.Pattern[str], str | None]
 
 
 def _apply(rules: Sequence[_Rule], name: str) -> str | None:
@@ -182,8 +183,7 @@ def rename(
     Raises:
         MismatchError: for names to leave out of optimizers that number their parameters.
     """
-    components = source.components()
-    model = components.get("model", Component({}))
+    model = source.components().get("model", Component({}))
     stored_names = dict(sorted(names.items(), key=lambda item: item[1] in model.aliases))  # owners of ties come first
     renamed: dict[str, list[str]] = {}  # names in the result by stored key; all but the first are ties
     for name, stored in stored_names.items():
@@ -203,34 +203,27 @@ def rename(
         key = model.aliases.get(param, param)
         return None if key in absent else renamed.get(key, [param])[0]
 
-    numbers = {str(number): str(place) for place, number in enumerate(optimizers)}
-    of_optimizers: dict[str, StoredTensor] = {}
-    for key in components.get("optimizer", Component({})).tensors:
-        number, _, rest = key.partition("/")
-        param, _, state = rest.rpartition("/")
-        if number in numbers and (new := name_of(param)) is not None:
-            of_optimizers[f"{numbers[number]}/{new}/{state}"] = source.table["optimizer"][key]
-    stored_optimizers = [(source.document("optimizer") or {})[str(number)] for number in optimizers]
-    if absent and any(one["numbered"] for one in stored_optimizers):
-        raise MismatchError(
-            f"{source.path!r} has optimizer state by number, so the state of {list_some(sorted(absent))} can't be left "
-            "out: load the model without its optimizers, or resume once without changes and save again"
-        )
-    documents["optimizer"] = {str(i): _rename_optimizer(one, name_of) for i, one in enumerate(stored_optimizers)}
-    return source.with_names(table | {"optimizer": of_optimizers}, aliases, documents)
-
-
-def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str | None]) -> dict[str, Any]:
-    """Return the document of an optimizer with renamed parameters, without those that have no name."""
-    if one["numbered"]:
-        return one
-
     def with_names(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "params": [name for name in map(name_of, entry["params"]) if name is not None]}
 
-    groups = {number: with_names(group) for number, group in one["groups"].items()}
-    values = {name: list(map(with_names, shared)) for name, shared in one["values"].items()}
-    return {**one, "groups": groups, "values": values}
+    numbers, of_optimizers = {str(number): str(at) for at, number in enumerate(optimizers)}, dict[str, StoredTensor]()
+    for key, tensor in source.table.get("optimizer", {}).items():
+        number, _, rest = key.partition("/")
+        param, _, state = rest.rpartition("/")
+        if number in numbers and (new := name_of(param)) is not None:
+            of_optimizers[f"{numbers[number]}/{new}/{state}"] = tensor
+    documents["optimizer"] = {}
+    for number, at in numbers.items():
+        documents["optimizer"][at] = one = dict(source.document("optimizer")[number])
+        if not one["numbered"]:
+            one["groups"] = {n: with_names(group) for n, group in one["groups"].items()}
+            one["values"] = {name: list(map(with_names, shared)) for name, shared in one["values"].items()}
+        elif absent:
+            raise MismatchError(
+                f"{source.path!r} has optimizer state by number, so the state of {list_some(sorted(absent))} can't be "
+                "left out: load the model without its optimizers, or resume once without changes and save again"
+            )
+    return source.with_names(table | {"optimizer": of_optimizers}, aliases, documents)
 
 
 def map_names(
@@ -257,7 +250,7 @@ def map_names(
         return source, []
     model, document = source.components().get("model", Component({})), source.document("optimizer")
     entries = (*(source.document("model") or ()), *(source.document("frozen") or ()))
-    stored = {*model.tensors, *model.aliases, *entries, *parameters_of(document, range(len(document or ())))}
+    stored = {*model.names, *entries, *parameters_of(document, range(len(document or ())))}
     known = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
     names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
     kept = {name: stored for name, stored in names if name is not None}

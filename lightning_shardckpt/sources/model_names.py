@@ -1,8 +1,8 @@
 """Sources under a model's names, before it is sharded; the user's key mapping comes before (``sources.key_mapping``).
 
 Files of other programs may hold a part of the LightningModule, the base of a model with a head, or a model that PEFT
-has not wrapped yet: all ways of matching names are tried, and the one that matches most tensors is used. Which tensors
-then match, and why others don't, is in ``checkpoint.match``.
+has not wrapped yet: all ways of matching names are tried, and the one that uses most stored tensors is taken. Which
+tensors then match, and why others don't, is in ``checkpoint.match``.
 
 A model of transformers may have other names and tensors than its files: the experts of a mixture are one tensor in
 memory, and one for each expert in files. transformers has a list of such conversions for each model. It renames;
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.sources.key_mapping import rename
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, ListedTensor, Source, list_tensors
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, list_tensors
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft import added_names, live_names_in_file
 
@@ -64,81 +64,78 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
     Raises:
         MismatchError: if nothing matches, or several parts of the model match equally.
     """
-    component = source.components().get("model", Component({}))
-    stored = {*component.tensors, *component.aliases}
-    best = _best_candidate(source.path, sorted(stored), [n for n in state if not is_extra_state(n)], module, option)
-    names, problems, used = dict[str, str](), list[str](), set[str]()
-    converted: dict[str, ForeignTensor] = {}
-    for relative, where in best.hits.items():
+    stored = sorted(source.components().get("model", Component({})).names)
+    best = _best_candidate(source.path, stored, [n for n in state if not is_extra_state(n)], module, option)
+    names, joined, problems = dict[str, str](), dict[str, ForeignTensor](), list[str]()
+    for live, where in best.hits.items():
         if isinstance(where, str):
-            used.add(where)
-            names |= dict.fromkeys(best.live[relative], where)
+            names[live] = where
             continue
-        used.update(chain.from_iterable(where.parts.values()))
         try:
-            converted |= dict.fromkeys(best.live[relative], _convert(where, source))
+            joined[live] = _convert(where, source)
         except UnsupportedError as error:
-            name = best.live[relative][0]
-            problems.append(f"{name}  needs a conversion of transformers that is not supported: {error}")
-    may_be_unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
-    may_be_missing = patterns_that_may_be_missing(best.model) if best.model is not None else ()
-    rest = [name for name in sorted(stored - used) if not any(re.search(one, name) for one in may_be_unexpected)]
+            problems.append(f"{live}  needs a conversion of transformers that is not supported: {error}")
+    unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
+    missing = patterns_that_may_be_missing(best.model) if best.model is not None else ()
+    used = best.used()
+    rest = [name for name in stored if name not in used and not any(re.search(one, name) for one in unexpected)]
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
-        if (new := best.name(name)) not in converted:
+        if (new := best.prefix + name.removeprefix(best.stored_prefix)) not in joined:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
-    joined = list_tensors(source.path, source.reader, "model", converted)
-    fitted = fitted.with_names({"model": {**fitted.table["model"], **joined}}, {"model": fitted.aliases["model"]}, {})
-    return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in may_be_missing))
+    table = {**fitted.table["model"], **list_tensors(source.path, source.reader, "model", joined)}
+    fitted = replace(fitted, table={**fitted.table, "model": table})
+    return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in missing))
 
 
 # ── ways of matching names ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class Joined(NamedTuple):
+    """Stored tensors that a converter turns into a tensor of the model: in order, by its patterns."""
+
+    converter: Conversion
+    parts: dict[str, list[str]]
+
+
+class _Candidate(NamedTuple):
     """One way to match names.
 
     Attributes:
-        live: names in the model, by name relative to ``module_name``.
-        hits: the stored name or the stored tensors to join, by relative name.
-        module_name: of the matched part of the model.
+        prefix: of the names in the model that can match.
+        hits: the stored name or the stored tensors to join, by name in the model.
         model: of transformers, if its conversions are applied.
         stored_prefix: is removed from stored names.
         has_adapter: whether tensors of an adapter match.
     """
 
-    live: Mapping[str, list[str]]
+    prefix: str
     hits: Mapping[str, str | Joined]
-    module_name: str
     model: nn.Module | None = None
     stored_prefix: str = ""
     has_adapter: bool = False
 
-    def name(self, stored: str) -> str:
-        """Return the name in the model of a stored name."""
-        return (f"{self.module_name}." if self.module_name else "") + stored.removeprefix(self.stored_prefix)
+    def used(self) -> set[str]:
+        """Return the stored names that match."""
+        return {*chain(*([one] if isinstance(one, str) else chain(*one.parts.values()) for one in self.hits.values()))}
 
-    @property
-    def score(self) -> int:
-        return sum(len(self.live[name]) for name in self.hits)
+    def rank(self) -> tuple[int, bool, int]:
+        """Return a key that sorts better matches last."""
+        return len(self.used()), self.has_adapter, len(self.hits)
 
 
 def _best_candidate(
     path: str, stored: Sequence[str], state: Collection[str], module: nn.Module, option: str
 ) -> _Candidate:
-    candidates = list(_candidates(stored, state, module))
-    best = max(candidates, key=lambda candidate: candidate.score)  # the first of several
-    with_adapter = [c for c in candidates if c.has_adapter and len(c.hits) >= len(best.hits)]
-    best = max(with_adapter, key=lambda candidate: candidate.score, default=best)
-    if not best.score:
+    ranked = [(candidate.rank(), candidate) for candidate in _candidates(stored, state, module)]
+    rank, best = max(ranked, key=lambda pair: pair[0])  # the first of several
+    if not best.hits:
         raise MismatchError(
             f"no tensor at {path!r} has a name that {type(module).__name__} has. Stored are, for example, "
             f"{stored[:3]}; the model has {sorted(state)[:3]}. Give a {option}."
         )
-    part = f"{best.module_name}."
-    for rival in (f"{c.module_name}." for c in candidates if c.score == best.score):
-        if "." not in (part, rival) and not (rival.startswith(part) or part.startswith(rival)):
+    for part, rival in ((best.prefix, candidate.prefix) for other, candidate in ranked if other == rank):
+        if part and rival and not (rival.startswith(part) or part.startswith(rival)):
             raise MismatchError(
                 f"the weights at {path!r} fit {part[:-1]!r} and {rival[:-1]!r} of {type(module).__name__} alike; say "
                 f'which is meant, such as {option}={{"^": "{part}"}}'
@@ -146,29 +143,23 @@ def _best_candidate(
     return best
 
 
-def _candidates(names: Sequence[str], state: Collection[str], module: nn.Module) -> Iterator[_Candidate]:
+def _candidates(stored: Sequence[str], state: Collection[str], module: nn.Module) -> Iterator[_Candidate]:
     children = dict.fromkeys(f"{name}." for name, _ in module.named_children())
-    yield from (_of_adapter(names, state, prefix) for prefix in ["", *children])
+    for prefix in ["", *children]:  # a model of PEFT, by its own names or those in PEFT's files
+        inside = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+        known = inside | {short: inside[name] for short, name in live_names_in_file(inside).items()}
+        hits: dict[str, str | Joined] = {known[name]: name for name in stored if name in known}
+        adapters = added_names(inside)
+        yield _Candidate(prefix, hits, has_adapter=any(name.removeprefix(prefix) in adapters for name in hits))
     for prefix, model in _hugging_face_models(module).items():
-        live = _relative(state, f"{prefix}." if prefix else "")
-        yield _Candidate(live, _names_in_model(model, names, live), prefix, model)
-    prefixes = {_common_prefix(state), *children} - {""}
-    for prefix in ["", *sorted(prefixes)]:
         live = _relative(state, prefix)
-        for stored_prefix in dict.fromkeys(["", _common_prefix(names)]):
-            hits = {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}
-            yield _Candidate(live, hits, prefix[:-1], stored_prefix=stored_prefix)
-
-
-def _of_adapter(names: Sequence[str], state: Collection[str], prefix: str) -> _Candidate:
-    """Return the match with a model of PEFT below a prefix, by its own names or those in PEFT's files."""
-    inside = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
-    in_file = live_names_in_file(inside)
-    live = {name: [prefix + name] for name in inside} | {short: [prefix + name] for short, name in in_file.items()}
-    adapters = added_names(inside)
-    hits = {n: n for n in names if n in live}
-    has_adapter = any(name in adapters or in_file.get(name) in adapters for name in hits)
-    return _Candidate(live, hits, prefix[:-1], has_adapter=has_adapter)
+        found = _names_in_model(model, stored, live)
+        yield _Candidate(prefix, {name: where for short, where in found.items() for name in live[short]}, model)
+    for prefix in ["", *sorted({_common_prefix(state), *children} - {""})]:
+        live = _relative(state, prefix)
+        for less in dict.fromkeys(["", _common_prefix(stored)]):
+            hits = {name: old for old in stored for name in live.get(old.removeprefix(less), ())}
+            yield _Candidate(prefix, hits, stored_prefix=less)
 
 
 def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
@@ -198,21 +189,14 @@ class UnsupportedError(Exception):
     """A conversion other than stacking and concatenating; caught where the tensor's name is known."""
 
 
-class Joined(NamedTuple):
-    """Stored tensors that a converter turns into a tensor of the model: in order, by its patterns."""
-
-    converter: Conversion
-    parts: dict[str, list[str]]
-
-
 def _hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost models of transformers inside a module, by canonical name."""
+    """Return the outermost models of transformers inside a module, by the prefix of their names."""
     models: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
-        name = clean_fqn(name)
-        is_inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
-        if not is_inside and isinstance(getattr(type(module), "base_model_prefix", None), str):
-            models |= {name: module} if hasattr(module, "config") else {}
+        prefix = f"{clean_fqn(name)}." if name else ""
+        is_model = isinstance(getattr(type(module), "base_model_prefix", None), str) and hasattr(module, "config")
+        if is_model and not prefix.startswith(tuple(models)):
+            models[prefix] = module
     return models
 
 
@@ -225,17 +209,16 @@ def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[s
         known: names in the model.
     """
     steps, prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
-    renamings = [step for step in steps if not isinstance(step, Conversion)]
     converters = [step for step in steps if isinstance(step, Conversion)]
 
     def find(name: str) -> str | None:  # with or without the prefix of the base model
         bare = name.removeprefix(f"{prefix}.") if prefix else name
         return next((n for n in (name, bare, f"{prefix}.{name}") if n in known), None)
 
-    names, joined = dict[str, str](), dict[str, Joined]()
+    names, joined = dict[str, str | Joined](), dict[str, Joined]()
     for name in sorted(stored, key=_natural):
         new = name
-        for renaming in renamings:
+        for renaming in (step for step in steps if not isinstance(step, Conversion)):
             new, _ = renaming.rename_source_key(new)
         for converter in converters:
             renamed, pattern = converter.rename_source_key(new)
@@ -245,7 +228,7 @@ def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[s
         else:
             if (own := find(new) or find(name)) is not None:
                 names.setdefault(own, name)
-    return names | joined
+    return {**names, **joined}
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
@@ -255,12 +238,12 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 def _convert(joined: Joined, source: Source) -> ForeignTensor:
     """Return the tensor that a conversion makes. Raises an UnsupportedError that names the operation."""
-    patterns, model = joined.converter.source_patterns, source.components()["model"]
+    patterns, keys = joined.converter.source_patterns, source.components()["model"].names
     pieces = dict[str, list[ForeignTensor]]()
     for pattern in (pattern for pattern in patterns if pattern in joined.parts):
-        stored = [source.table["model"][model.names[name]] for name in joined.parts[pattern]]
-        pieces[pattern] = [one.located for one in stored if isinstance(one, ListedTensor)]
-        if len(pieces[pattern]) < len(stored):
+        located = [source.table["model"][keys[name]].located for name in joined.parts[pattern]]
+        pieces[pattern] = [tensor for tensor in located if tensor is not None]
+        if len(pieces[pattern]) < len(located):
             raise UnsupportedError("joining tensors of a sharded checkpoint")
     for operation in joined.converter.operations:
         kind, dim = type(operation).__name__, getattr(operation, "dim", None)
@@ -270,9 +253,9 @@ def _convert(joined: Joined, source: Source) -> ForeignTensor:
             pieces = {"": [_concatenate([*chain.from_iterable(pieces.values())], dim)]}
         else:
             raise UnsupportedError(f"{kind} of {', '.join(patterns)} along dim {dim}")
-    results = [*chain.from_iterable(pieces.values())]
-    if len(results) != 1 or len(joined.converter.target_patterns) != 1:
-        raise UnsupportedError(f"{', '.join(joined.converter.target_patterns)} of {', '.join(patterns)}")
+    results, targets = [*chain.from_iterable(pieces.values())], joined.converter.target_patterns
+    if len(results) != 1 or len(targets) != 1:
+        raise UnsupportedError(f"{', '.join(targets)} of {', '.join(patterns)}")
     return results[0]
 
 
@@ -282,7 +265,7 @@ def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
     def insert(shape: Shape, value: int) -> Shape:
         return (*shape[:dim], value, *shape[dim:])
 
-    boxes = (ForeignBox(Box(insert(b.start, 0), insert(b.stop, 1)), file, begin) for b, file, begin in tensor.boxes)
+    boxes = (one._replace(box=Box(insert(one.box.start, 0), insert(one.box.stop, 1))) for one in tensor.boxes)
     return ForeignTensor(tensor.dtype, insert(tensor.shape, 1), tuple(boxes))
 
 
@@ -291,9 +274,9 @@ def _concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     kinds = {(t.dtype, t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
     if len(kinds) > 1 or not all(len(t.shape) > dim for t in tensors):
         raise UnsupportedError(f"tensors that differ: {[(t.dtype, t.shape) for t in tensors[:3]]}, along dim {dim}")
-    first, at, boxes = tensors[0], 0, list[ForeignBox]()
+    (dtype, before, after), at, boxes = kinds.pop(), 0, list[ForeignBox]()
     for tensor in tensors:
-        by = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
-        boxes += [ForeignBox(box.shift(by), file, begin) for box, file, begin in tensor.boxes]
+        by = (*(0 for _ in before), at, *(0 for _ in after))
+        boxes += [one._replace(box=one.box.shift(by)) for one in tensor.boxes]
         at += tensor.shape[dim]
-    return ForeignTensor(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(boxes))
+    return ForeignTensor(dtype, (*before, at, *after), tuple(boxes))

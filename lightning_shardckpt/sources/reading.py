@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.format.layout import Box, Part
-from lightning_shardckpt.sources.source import Source, StoredTensor
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.transfer.shard_reader import Request, fetch, windows
@@ -51,12 +50,14 @@ class ReadTarget:
             local = torch.empty(local.shape, dtype=self.dtype, device="cpu")
         self.local = local
 
-    def parts(self, rank: int) -> tuple[Part, ...]:
-        """Return the boxes to fill, and their offsets in ``local``; ``rank`` is this process's."""
+    def requests(self, source: Source, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of the shape of ``local``."""
         if self.box is not None:
-            return (Part(self.box, (0,) * len(self.box.start)),)
-        parts = parts_of(self.tensor, rank)
-        return parts if self.region is None else parts_within(parts, self.region)
+            parts: tuple[Part, ...] = (Part(self.box, (0,) * len(self.box.start)),)
+        else:
+            parts = parts_of(self.tensor, this_rank())
+            parts = parts if self.region is None else parts_within(parts, self.region)
+        return source.requests(self.component, self.key, parts, tuple(self.local.shape), memory)
 
 
 def read_targets(source: Source, targets: Iterable[ReadTarget]) -> None:
@@ -79,22 +80,19 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     Raises:
         ShardCkptError: if a file is missing, or not the saved one.
     """
-    direct, copied, rank = list[Request](), list[_Copied](), this_rank()
+    direct, copied = list[Request](), list[tuple[ReadTarget, torch.dtype]]()
     for target in targets:
-        stored = source.table[target.component][target.key]
-        local, dtype = target.local, TORCH_DTYPES[stored.spec.dtype]
-        is_direct = target.dtype is not None or (local.dtype is dtype and is_host_memory(local))
-        memory = bytes_of(local) if is_direct else memoryview(b"")
-        requests = stored.requests(target.parts(rank), tuple(local.shape), memory)  # opens files
-        if is_direct:
-            direct.extend(requests)
+        local, dtype = target.local, TORCH_DTYPES[source.spec(target.component, target.key).dtype]
+        if target.dtype is not None or (local.dtype is dtype and is_host_memory(local)):
+            direct += target.requests(source, bytes_of(local))
         else:
-            copied.append(_Copied(target, stored, dtype, requests))
+            target.requests(source, memoryview(b""))  # opens the files
+            copied.append((target, dtype))
 
     def read() -> None:
         if direct:
             fetch(source, direct, verify=source.verify)
-        for batch in _batches(copied):
+        for batch in _batches(source, copied):
             fetch(source, chain.from_iterable(requests for _, _, requests in batch), verify=source.verify)
             for local, host, _ in batch:
                 local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
@@ -102,38 +100,23 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     return read
 
 
-class _Copied(NamedTuple):
-    """A target that is filled through host memory of the stored dtype, and the requests for it without memory."""
-
-    target: ReadTarget
-    stored: StoredTensor
-    dtype: torch.dtype
-    requests: list[Request]
-
-    def windows(self) -> Iterator[tuple[torch.Tensor, list[Request]]]:
-        """Yield parts of the local tensor, each with the requests that fill it."""
-        target, local = self.target, self.target.local
-        limit = _WINDOW_BYTES // self.dtype.itemsize
-        if local.numel() <= limit:
-            yield local, self.requests
-            return
-        for region in windows(tuple(local.shape), limit):
-            part = ReadTarget(target.component, target.key, target.tensor, region)
-            shape, parts = tuple(part.local.shape), part.parts(this_rank())
-            yield part.local, self.stored.requests(parts, shape, memoryview(b""))
+_Window = tuple[torch.Tensor, torch.Tensor, list[Request]]
+"""A part of a local tensor, host memory of the stored dtype, and the requests that fill it."""
 
 
-def _batches(copied: Iterable[_Copied]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, list[Request]]]]:
-    """Yield all windows of the targets, in batches of bounded size: local tensor, host memory, and its requests."""
-    batch, nbytes = list[tuple[torch.Tensor, torch.Tensor, list[Request]]](), 0
-    for one in copied:
-        for local, requests in one.windows():
-            host = torch.empty(local.shape, dtype=one.dtype, device="cpu", pin_memory=local.is_cuda)
+def _batches(source: Source, copied: Iterable[tuple[ReadTarget, torch.dtype]]) -> Iterator[list[_Window]]:
+    """Yield the windows of all targets, in batches of bounded size."""
+    batch, nbytes = list[_Window](), 0
+    for target, dtype in copied:
+        limit = _WINDOW_BYTES // dtype.itemsize
+        is_small = target.local.numel() <= limit
+        for region in (None,) if is_small else windows(tuple(target.local.shape), limit):
+            part = target if region is None else ReadTarget(target.component, target.key, target.tensor, region)
+            host = torch.empty(part.local.shape, dtype=dtype, device="cpu", pin_memory=part.local.is_cuda)
             if batch and nbytes + host.nbytes > _BATCH_BYTES:
                 yield batch
                 batch, nbytes = [], 0
-            memory = bytes_of(host)
-            batch.append((local, host, [request._replace(target=memory) for request in requests]))
+            batch.append((part.local, host, part.requests(source, bytes_of(host))))
             nbytes += host.nbytes
     if batch:
         yield batch
@@ -160,19 +143,16 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     Raises:
         CorruptionError: naming file, tensor and rank, if the format has checksums.
     """
-    specs = [source.components()[component].tensors[key] for key in keys]
-    if any((spec.dtype, spec.shape) != (specs[0].dtype, specs[0].shape) for spec in specs):
+    first, *others = [source.spec(component, key) for key in keys]
+    if any((spec.dtype, spec.shape) != (first.dtype, first.shape) for spec in others):
         return False
-    dtype = TORCH_DTYPES[specs[0].dtype]
-    if like is None or tuple(shape_of(like)) != specs[0].shape:
-        like = torch.empty(specs[0].shape, device="meta")
+    dtype = TORCH_DTYPES[first.dtype]
+    if like is None or tuple(shape_of(like)) != first.shape:
+        like = torch.empty(first.shape, device="meta")
     for window in windows(tuple(local_tensor(like).shape), _COMPARED_BYTES // dtype.itemsize):
-        first: memoryview | None = None
-        for key in keys:
-            target = ReadTarget(component, key, like, region=window, dtype=dtype)
-            read_targets(source, [target])
-            content = bytes_of(target.local)
-            if first is not None and first != content:
-                return False
-            first = content
+        targets = [ReadTarget(component, key, like, region=window, dtype=dtype) for key in keys]
+        read_targets(source, targets)
+        expected, *contents = [bytes_of(target.local) for target in targets]
+        if any(content != expected for content in contents):
+            return False
     return True

@@ -1,15 +1,15 @@
 """Stored state of any format as one frozen value: the sources of this package's checkpoints and of other programs'.
 
-Every source describes its tensors by the same specs, so that comparing and planning do not depend on the format;
-``open_source`` detects it. No torch.
+A stored tensor is a spec and a function that finds its bytes, so that comparing and planning do not depend on the
+format; ``open_source`` detects it. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
@@ -23,12 +23,50 @@ from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import Request
 
-StoredTensor: TypeAlias = "IndexedTensor | ListedTensor"
-"""A stored tensor: a layout and indexes, or listed boxes. Both tell their component, key and spec."""
-Tables: TypeAlias = Mapping[str, Mapping[str, StoredTensor]]
-Aliases: TypeAlias = Mapping[str, Mapping[str, str]]
+Found: TypeAlias = tuple[int, ShardEntry, ByteRuns]
+"""The rank that wrote a box, the box, and where its bytes belong."""
+Tables: TypeAlias = Mapping[str, Mapping[str, "StoredTensor"]]
 Stored: TypeAlias = Callable[[str], Any]
 """Returns a tensor of the component trainer by key, or what takes its place."""
+
+
+class ForeignBox(NamedTuple):
+    """A region of a tensor, and the offset of its bytes in a file: row-major and contiguous."""
+
+    box: Box
+    file: str
+    begin: int
+
+
+class ForeignTensor(NamedTuple):
+    """A tensor of another format: its dtype, named as in safetensors, its shape, and the boxes that tile it."""
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[ForeignBox, ...]
+
+
+class StoredTensor(NamedTuple):
+    """A stored tensor of any format.
+
+    Attributes:
+        component: of the tensor.
+        key: of the tensor.
+        spec: its dtype and shape.
+        find: returns the stored boxes that meet parts of the tensor, given the shape of the array to fill; raises a
+            ShardCkptError if a file is missing, or not the saved one.
+        located: its boxes, if it is of another format.
+    """
+
+    component: str
+    key: str
+    spec: TensorSpec
+    find: Callable[[tuple[Part, ...], Shape], Iterable[Found]]
+    located: ForeignTensor | None = None
+
+    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
+        return [Request(self.key, writer, entry, runs, memory) for writer, entry, runs in self.find(parts, shape)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,19 +83,19 @@ class Source:
         verify: whether reads compare checksums.
         root: the root index of a checkpoint of this package.
         all_modules: returns the source with all modules, if this one has one of several.
-        original: the source with the stored names; None if it is this one.
+        is_bare: whether it was opened with weights alone, not by Lightning or this package.
     """
 
     path: str
     reader: Reader
     table: Tables
-    aliases: Aliases
+    aliases: Mapping[str, Mapping[str, str]]
     documents: Callable[[str, int], Any]
     trainer: Callable[[Stored], dict[str, Any]]
     verify: bool = False
     root: RootIndex | None = None
     all_modules: Callable[[], Source] | None = None
-    original: Source | None = None
+    is_bare: bool = False
 
     @cached_property
     def _components(self) -> dict[str, Component]:
@@ -93,20 +131,18 @@ class Source:
 
         Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
         """
-        stored = self.original or self
-        if stored.root is not None or stored.document("optimizer") is not None:
-            return False
-        return "model" in stored.components() and VERSION not in stored.trainer(lambda key: None)
+        return self.is_bare
 
-    def with_names(self, table: Tables, aliases: Aliases, documents: Mapping[str, Any]) -> Source:
+    def with_names(
+        self, table: Tables, aliases: Mapping[str, Mapping[str, str]], documents: Mapping[str, Any]
+    ) -> Source:
         """Return the source with other tables, aliases and documents in place of its own, by component and role."""
 
         def document(role: str, rank: int) -> Any:
             return documents[role] if role in documents else self.documents(role, rank)
 
         kept = {name: of for name, of in self.aliases.items() if name not in table}
-        table, aliases = {**self.table, **table}, {**kept, **aliases}
-        return replace(self, table=table, aliases=aliases, documents=document, original=self.original or self)
+        return replace(self, table={**self.table, **table}, aliases={**kept, **aliases}, documents=document)
 
     def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor after checking that files of its size exist.
@@ -115,11 +151,15 @@ class Source:
             ShardCkptError: if an index lacks one of its boxes, or a file is not the saved one.
         """
         stored = self.table[component][key]
-        stored.check()
+        whole = Box.whole(stored.spec.shape)
+        stored.requests((Part(whole, whole.start),), stored.spec.shape, memoryview(b""))
         return stored.spec.shape
 
 
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
+
+_MAX_CACHED_PLANS = 4096  # an export has one for each window
+_Plan: TypeAlias = list[tuple[Overlap, ByteRuns]]
 
 
 def sharded_source(
@@ -134,10 +174,22 @@ def sharded_source(
         for_export: keep pickled objects and configurations of the trainer's state as they are stored.
     """
     plans, components = dict[tuple[Any, ...], _Plan](), checkpoint.root.components
-    table = {
-        component: {key: IndexedTensor(checkpoint, plans, component, key, spec) for key, spec in of.tensors.items()}
-        for component, of in components.items()
-    }
+
+    def find(component: str, key: str, spec: TensorSpec, parts: tuple[Part, ...], shape: Shape) -> Iterator[Found]:
+        replica = checkpoint.replicas(component)[key]
+        kind = id(spec), replica, parts, shape  # equal tensors share one spec object
+        if (plan := plans.get(kind)) is None:
+            plan = []
+            for overlap in plan_load(spec, replica, parts):
+                entry = checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
+                overlap = replace(overlap, stored=entry.box)  # which other tensors share, so that it is found faster
+                plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
+            if len(plans) < _MAX_CACHED_PLANS:
+                plans[kind] = plan
+        for overlap, runs in plan:
+            entry = checkpoint.entry(component, key, overlap)
+            checkpoint.check_file(component, overlap.writer, entry.file)
+            yield overlap.writer, entry, runs
 
     def document(role: str, rank: int) -> Any:
         return document_of(checkpoint, role, rank)
@@ -151,6 +203,10 @@ def sharded_source(
             _refuse_pickled(checkpoint.path, state)
         return state
 
+    table = {
+        name: {key: StoredTensor(name, key, spec, partial(find, name, key, spec)) for key, spec in of.tensors.items()}
+        for name, of in components.items()
+    }
     aliases = {name: of.aliases for name, of in components.items()}
     return Source(checkpoint.path, checkpoint.reader, table, aliases, document, trainer, verify, checkpoint.root)
 
@@ -169,99 +225,12 @@ def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
         )
 
 
-_MAX_CACHED_PLANS = 4096  # an export has one for each window
-
-
-_Plan: TypeAlias = list[tuple[Overlap, ByteRuns]]
-
-
-class IndexedTensor(NamedTuple):
-    """A tensor of a checkpoint of this package. Immutable; ``plans`` are those of all tensors."""
-
-    checkpoint: Checkpoint
-    plans: dict[tuple[Any, ...], _Plan]
-    component: str
-    key: str
-    spec: TensorSpec
-
-    def check(self) -> None:
-        """Raise a ShardCkptError if an index lacks one of the tensor's boxes, or a file is not the saved one."""
-        whole = Box.whole(self.spec.shape)
-        replica = self.checkpoint.replicas(self.component)[self.key]
-        for overlap in plan_load(self.spec, replica, (Part(whole, whole.start),)):
-            file = self.checkpoint.entry(self.component, self.key, overlap).file
-            self.checkpoint.check_file(self.component, overlap.writer, file)
-
-    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
-        checkpoint, plans, component, key, spec = self
-        replica = checkpoint.replicas(component)[key]
-        kind = id(spec), replica, parts, shape  # equal tensors share one spec object
-        if (plan := plans.get(kind)) is None:
-            plan = []
-            for overlap in plan_load(spec, replica, parts):
-                entry = checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
-                overlap = replace(overlap, stored=entry.box)  # which other tensors share, so that it is found faster
-                plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
-            if len(plans) < _MAX_CACHED_PLANS:
-                plans[kind] = plan
-        requests = []
-        for overlap, runs in plan:
-            entry = checkpoint.entry(component, key, overlap)
-            checkpoint.check_file(component, overlap.writer, entry.file)
-            requests.append(Request(key, overlap.writer, entry, runs, memory))
-        return requests
-
-
 # ── other programs' checkpoints ───────────────────────────────────────────────────────────────────────────────────────
 # Boxes of bytes in files tile each tensor. A tensor in a safetensors file is one box, a tensor of torch's distributed
 # checkpoint has a box for each chunk, and a tensor joined from several stored tensors a box for each of these. Such
 # files have no checksums to compare.
 
-
 _STEP_BYTES = 1 << 20  # the block size of boxes without checksums
-
-
-class ForeignBox(NamedTuple):
-    """A region of a tensor, and the offset of its bytes in a file: row-major and contiguous."""
-
-    box: Box
-    file: str
-    begin: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """A tensor of another format; its dtype is named as in safetensors."""
-
-    dtype: str
-    shape: Shape
-    boxes: tuple[ForeignBox, ...]
-
-
-class ListedTensor(NamedTuple):
-    """A tensor of another format. Immutable."""
-
-    component: str
-    key: str
-    located: ForeignTensor
-    spec: TensorSpec
-
-    def check(self) -> None:
-        """Do nothing: the sizes of the files have been checked."""
-
-    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
-        tensor, requests, size = self.located, list[Request](), DTYPE_BYTES[self.located.dtype]
-        for box, file, begin in tensor.boxes:
-            for part in parts:
-                common = box.intersect(part.box)
-                if common is not None and common.numel:
-                    runs = byte_runs(Overlap(0, box, common, common.within(part.box).shift(part.at)), shape, size)
-                    nbytes = box.numel * size
-                    entry = ShardEntry(box, tensor.shape, tensor.dtype, file, begin, _STEP_BYTES, nbytes, "")
-                    requests.append(Request(self.key, 0, entry, runs, memory))
-        return requests
 
 
 def list_tensors(
@@ -283,17 +252,28 @@ def list_tensors(
 
     listed: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
-        problem = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
+        dtype, shape, boxes = tensor
+        problem = find_cover_error(shape, (box for box, _, _ in boxes))
         if problem is not None:
-            raise FormatError(f"{path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {problem}")
-        for box, file, begin in tensor.boxes:
-            end = begin + bytes_in(box.shape, tensor.dtype)
+            raise FormatError(f"{path!r}: {key!r}, {dtype} {shape}: {problem}")
+        for box, file, begin in boxes:
+            end = begin + bytes_in(box.shape, dtype)
             if not 0 <= begin <= end <= size(file):
                 where = f"{path!r}, file {file}"
                 raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
-        spec = TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
-        listed[key] = ListedTensor(component, key, tensor, spec)
+        spec = TensorSpec(dtype, shape, REPLICATED, ((0, 1),))
+        listed[key] = StoredTensor(component, key, spec, partial(_find_boxes, tensor), tensor)
     return listed
+
+
+def _find_boxes(tensor: ForeignTensor, parts: tuple[Part, ...], shape: Shape) -> Iterator[Found]:
+    dtype, size = tensor.dtype, DTYPE_BYTES[tensor.dtype]
+    for box, file, begin in tensor.boxes:
+        entry = ShardEntry(box, tensor.shape, dtype, file, begin, _STEP_BYTES, box.numel * size, "")
+        for part in parts:
+            if (common := box.intersect(part.box)) is not None:
+                overlap = Overlap(0, box, common, common.within(part.box).shift(part.at))
+                yield 0, entry, byte_runs(overlap, shape, size)
 
 
 _R = TypeVar("_R", bound=Reader)
@@ -330,14 +310,16 @@ def foreign_source(
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
         all_modules: see ``Source``.
     """
+    found, others = dict(documents or {}), rest or {}
     return Source(
         path=path,
         reader=reader,
         table={component: list_tensors(path, reader, component, of) for component, of in tensors.items()},
         aliases=aliases or {},
-        documents=lambda role, rank: (documents or {}).get(role),
-        trainer=lambda stored: dict(rest or {}),
+        documents=lambda role, rank: found.get(role),
+        trainer=lambda stored: dict(others),
         all_modules=all_modules,
+        is_bare="model" in tensors and found.get("optimizer") is None and VERSION not in others,
     )
 
 
