@@ -60,7 +60,7 @@ from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, r
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
-from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
+from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher
 from lightning_shardckpt.strategy.lightning_module import (
     attach_sharded,
     find_sharded,
@@ -146,7 +146,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _configure_launcher(self) -> None:
         self._choose_environment()
         assert self.cluster_environment is not None
-        self._launcher = ResolvingLauncher(
+        self._launcher = JoiningLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, join=self._connect
         )
 
@@ -156,7 +156,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         super().setup_environment()
         if self._meshes is None:
             self._meshes = self._new_meshes()
-        assert isinstance(self._launcher, ResolvingLauncher)
+        assert isinstance(self._launcher, JoiningLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
         self._preemption = Preemption()
@@ -407,7 +407,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._own_steps is not None:
             self._own_steps.reset()
         if self._run is not None:
-            self._run.leave()
+            self._run.has_left = True
         self.checkpoint_io.leave(exception)
         abort_unfinished(self.root_device, self.tuning)
 

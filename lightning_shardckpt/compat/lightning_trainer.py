@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -16,17 +15,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
@@ -99,12 +93,27 @@ def construct_module(
     return module
 
 
-def assigned_path(trainer: pl.Trainer) -> str | os.PathLike[str] | None:
-    """Return ``trainer.ckpt_path`` if the user assigned it; None if Lightning or an argument of a call set it.
+def intercept_ckpt_path(
+    trainer: pl.Trainer, resolve: Callable[[Any], Any], keep: Callable[[Any], None]
+) -> Callable[[], None]:
+    """Resolve the ``ckpt_path`` of a Trainer's next call before Lightning does; return the undo.
 
-    Relies on ``_CheckpointConnector._user_managed``, which the setter of ``Trainer.ckpt_path`` sets.
+    Relies on ``_CheckpointConnector._select_ckpt_path``.
+
+    Args:
+        trainer: the Trainer.
+        resolve: called with the user's ``ckpt_path``; returns that for Lightning.
+        keep: called with the path that Lightning has chosen, such as that of an assigned ``Trainer.ckpt_path``.
     """
-    return trainer.ckpt_path if trainer._checkpoint_connector._user_managed else None
+    connector = trainer._checkpoint_connector
+    select = type(connector)._select_ckpt_path
+
+    def select_resolved(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        path = select(connector, state_fn, resolve(ckpt_path), **options)
+        keep(path)
+        return path
+
+    return override_methods(connector, _select_ckpt_path=select_resolved)
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:
@@ -113,14 +122,6 @@ def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None
     Relies on ``_CheckpointConnector._restore_modules_and_callbacks``, which loads by ``Strategy.load_checkpoint``.
     """
     trainer._checkpoint_connector._restore_modules_and_callbacks(path)
-
-
-def keep_loaded_groups(callback: BaseFinetuning) -> None:
-    """Keep BaseFinetuning from creating param groups again at ``on_fit_start``, which loses loaded hyper-parameters.
-
-    Relies on its flag ``_restarting``.
-    """
-    callback._restarting = False
 
 
 def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:

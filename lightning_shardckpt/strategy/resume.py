@@ -50,7 +50,7 @@ from lightning_shardckpt.state.data_position import (
     progress_of,
     resume_loader,
 )
-from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
+from lightning_shardckpt.strategy.lightning_module import resume_epoch_callbacks
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
 _INEXACT = (
@@ -105,18 +105,15 @@ class Position:
         fit_loop: the counters of Lightning's loop; None if Lightning's dict has them.
         rng: states of this rank's random number generators.
         loaders: the position in each of its loaders; None for a loader without one.
-        trained: names of the parameters that are not frozen, if a callback freezes and unfreezes.
     """
 
     fit_loop: Mapping[str, Any] | None
     rng: dict[str, Any]
     loaders: list[Mapping[str, Any] | None]
-    trained: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the state of this rank as a checkpoint stores it."""
-        state = {"rng": self.rng, "positions": self.loaders}
-        return state | ({"trained": self.trained} if self.trained else {})
+        return {"rng": self.rng, "positions": self.loaders}
 
 
 def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
@@ -128,7 +125,7 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
-    return Position(fit_loop, rng, loaders, list_trainable(trainer))
+    return Position(fit_loop, rng, loaders)
 
 
 def batches_done(loops: Mapping[str, Any]) -> int | None:
@@ -252,7 +249,6 @@ def resume_training(
     has_begun, has_ended = epoch["started"] > 0, epoch["processed"] >= epoch["started"]
     is_over = has_begun and (batches is None or batches >= trainer.fit_loop.max_batches)  # of this run
     undo, same_data = ExitStack(), saved.data_size == share.data_size
-    unfreeze(trainer, rank_state.get("trained", ()))
     if batches:
         resume_epoch_callbacks(trainer)
     undo.callback(resume_validation(trainer) if validates else skip_validation_without_draws(trainer))

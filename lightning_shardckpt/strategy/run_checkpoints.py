@@ -17,44 +17,36 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from enum import Enum, auto
 from functools import partial
 from itertools import chain
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.describe import RANK_STATE, check_loaded, is_partly_loaded, mark_partly_loaded
+from lightning_shardckpt.checkpoint.describe import RANK_STATE, check_loaded, mark_partly_loaded
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_last_batch, skip_sigterm_broadcast
-from lightning_shardckpt.compat.lightning_trainer import (
-    assigned_path,
-    receive_sigterm,
-    restore_modules_and_callbacks,
-)
+from lightning_shardckpt.compat.lightning_trainer import receive_sigterm, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.sources.key_mapping import map_names
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
-from lightning_shardckpt.storage.router import file_path, is_url
-from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
-from lightning_shardckpt.strategy.lightning_module import keep_param_groups, restore_param_groups
+from lightning_shardckpt.storage.router import file_path
+from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher, may_lack_weights
 from lightning_shardckpt.strategy.resume import (
     DataShare,
     Position,
@@ -67,9 +59,6 @@ from lightning_shardckpt.strategy.resume import (
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
-
-_CLI_MARK = "_instantiator"
-"""The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
 
 class Preemption:
@@ -103,32 +92,6 @@ class Preemption:
         receive_sigterm(trainer)
 
 
-class Ending(Enum):
-    """The state of a rank after an exception."""
-
-    NONE = auto()  # no exception, or not known whether all ranks have it
-    ALONE = auto()  # other ranks don't have it: no save
-    TOGETHER = auto()  # all ranks have it, and save
-    LEFT = auto()  # all hooks after the exception are done
-
-
-class _LoadedStates(Sequence[Any]):
-    """Stands for ``optimizer_states`` in the dict of ``on_load_checkpoint`` hooks, which run after the load."""
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        self.refuse()
-
-    def __len__(self) -> NoReturn:
-        self.refuse()
-
-    def refuse(self) -> NoReturn:
-        """Raise a StateError."""
-        raise StateError(
-            "on_load_checkpoint reads or changes optimizer_states, but ShardedStrategy has loaded the optimizers "
-            "already. Change the optimizer itself in on_train_start"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """A load of a checkpoint, which Lightning's later calls finish.
@@ -136,40 +99,12 @@ class _Loaded:
     Attributes:
         path: of the checkpoint.
         modules: the module, whose own code may have to load entries.
-        optimizers: of a fit; None for another run.
-        settings: the loaded hyper-parameters by optimizer, param group and key.
-        with_state: the parameters with state by FQN, of each optimizer.
-        states: stands for the states of the optimizers.
+        optimizers: of a fit, with a copy of their param groups; None for another run.
     """
 
     path: str
     modules: LoadedModules
-    optimizers: Sequence[Optimizer] | None
-    settings: Mapping[tuple[int, int, str], Any]
-    with_state: list[dict[str, Tensor]]
-    states: _LoadedStates
-
-    def finish_optimizers(self, states: object) -> None:
-        """Set the hyper-parameters that were loaded again.
-
-        Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
-
-        Raises:
-            StateError: if hooks replaced ``optimizer_states``, or parameters that have state.
-        """
-        if states is not self.states:
-            self.states.refuse()
-        for optimizer, parameters in zip(self.optimizers or (), self.with_state, strict=True):
-            present = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if lost := [name for name, parameter in parameters.items() if id(parameter) not in present]:
-                raise StateError(
-                    f"{', '.join(lost[:5])} of {type(optimizer).__name__} had state in the checkpoint, but was taken "
-                    "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
-                    "before: in __init__, setup or configure_model"
-                )
-        for (number, group, key), value in self.settings.items():
-            assert self.optimizers is not None
-            self.optimizers[number].param_groups[group][key] = value
+    optimizers: list[tuple[Optimizer, list[dict[str, Any]]]] | None
 
 
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
@@ -205,22 +140,24 @@ class RunCheckpoints:
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
         stop_position: the position at the end of the last fit.
+        has_left: True if the hooks after an exception are done.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        launcher: ResolvingLauncher,
+        launcher: JoiningLauncher,
         ranks: Ranks,
         share: DataShare,
         stop_position: StopPosition,
         *,
         agree_within_s: float,
     ) -> None:
-        self.restored, self.stop_position = False, stop_position
+        self.restored, self.has_left, self.stop_position = False, False, stop_position
         self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
-        self._share, self._agree_within_s, self._ending = share, agree_within_s, Ending.NONE
+        self._share, self._agree_within_s = share, agree_within_s
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
+        self._all_have_it: bool | None = None  # of an exception; None if that is not known
         self._loaded: _Loaded | None = None  # until Lightning has finished it
         self._resume: Callable[[], tuple[Callable[[], None], bool]] | None = None
         self._loaders_wait = False  # for the position to resume from
@@ -233,33 +170,40 @@ class RunCheckpoints:
     @property
     def path_to_resume(self) -> str | None:
         """The path of the checkpoint to load; None without one."""
-        path = self._launcher.resumes_from or assigned_path(self._trainer)
+        path = self._launcher.ckpt_path
         return None if path is None else file_path(path)
-
-    def _will_resume(self) -> bool:
-        """Return True if this rank finds a checkpoint to load."""
-        path = self.path_to_resume
-        return path is not None and (is_url(path) or os.path.lexists(path))
 
     def needs_weights(self) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
-        return needs_weights(self._trainer, self.path_to_resume)
+        path = self.path_to_resume
+        return path is None or may_lack_weights(self._trainer, path)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
 
         Collective: every rank must call it.
+
+        Raises:
+            UnsupportedCodeError: with a BaseFinetuning callback.
         """
-        if self._is_fit and self._ranks.step("looking for a checkpoint", self._will_resume, any):
-            restore_modules_and_callbacks(self._trainer, self.path_to_resume)
-            keep_param_groups(self._trainer)
-            self.restored = True
+        if not self._is_fit or self.path_to_resume is None:
+            return
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set late
+            if isinstance(callback, BaseFinetuning):
+                raise UnsupportedCodeError(
+                    f"a fit with {type(callback).__name__} cannot resume: Lightning does not restore which parameters "
+                    "it has unfrozen. Give all parameters to the optimizer, and set requires_grad by the "
+                    "number of the epoch, in on_train_start and on_train_epoch_start"
+                )
+        restore_modules_and_callbacks(self._trainer, self.path_to_resume)
+        self.restored = True
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         """Fill model and optimizers in place, and return the rest as Lightning's dict.
 
         In it, ``state_dict`` holds the filled tensors of the module; for a module with load hooks or
-        ``on_load_checkpoint`` it holds entries that the module doesn't have yet.
+        ``on_load_checkpoint`` it holds entries that the module doesn't have yet. ``optimizer_states`` is None in a fit,
+        so hooks that read it get Python's error.
 
         Collective: every rank must call it.
 
@@ -281,8 +225,6 @@ class RunCheckpoints:
             if source.has_weights_only():
                 source, _, more, _ = fit_names(source, module, names)
                 problems += more
-            if optimizers is not None and source.document("optimizer") is not None:
-                restore_param_groups(trainer, source.trainer(lambda key: torch.empty(0)))
             return source, problems
 
         result = io.load_into(
@@ -293,17 +235,14 @@ class RunCheckpoints:
             pick_rank=self._share.source_rank,
             filling=partial(mark_partly_loaded, [module], path),
         )
-        settings = {}
+        modules, copies = LoadedModules({"": module}, live, result.hooked, io.names), None
         if optimizers is not None:
-            settings = {(n, i, key): deepcopy(optimizers[n].param_groups[i][key]) for n, i, key in result.settings}
-        with_state = [{targets.names[id(p)]: p for p in o.state if id(p) in targets.names} for o in optimizers or ()]
-        modules = LoadedModules({"": module}, live, result.hooked, io.names)
-        self._loaded = _Loaded(path, modules, optimizers, settings, with_state, _LoadedStates())
+            copies = [(one, [_copy_group(group) for group in one.param_groups]) for one in optimizers]
+        self._loaded = _Loaded(path, modules, copies)
         rank_state = result.trainer.pop(RANK_STATE)
         checkpoint = as_trainer_checkpoint(result.trainer, path, fitting=self._is_fit)
         checkpoint["state_dict"] = modules.state_dict(result.extra_state)
-        checkpoint["optimizer_states"] = [] if optimizers is None else self._loaded.states
-        _compare_hyper_parameters(module, checkpoint, path, fitting=self._is_fit)
+        checkpoint["optimizer_states"] = None if self._is_fit else []
         if self._is_fit and rank_state is not None:
             loops = checkpoint.get("loops")
             if loops is not None and batches_done(loops) is not None:
@@ -343,17 +282,34 @@ class RunCheckpoints:
         return self._loaded is not None
 
     def finish_optimizers(self, states: object) -> None:
-        """Check that hooks have left the optimizers as they were loaded, and set their settings again."""
+        """Set the hyper-parameters that were loaded again.
+
+        Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
+
+        Args:
+            states: ``optimizer_states`` of Lightning's dict, as the hooks left it.
+
+        Raises:
+            StateError: if hooks replaced ``optimizer_states``, or parameters of an optimizer.
+        """
         loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            loaded.finish_optimizers(states)
+        for optimizer, copies in (loaded.optimizers or ()) if loaded is not None else ():
+            groups = optimizer.param_groups
+            if states is not None or [_ids(group) for group in groups] != [_ids(group) for group in copies]:
+                raise StateError(
+                    f"hooks changed optimizer_states or the parameters of {type(optimizer).__name__} after its state "
+                    "was loaded, which is before on_fit_start. Replace parameters in __init__, setup or "
+                    "configure_model, and change the optimizer itself in on_train_start"
+                )
+            for group, copy in zip(groups, copies, strict=True):
+                group.update({key: value for key, value in copy.items() if key != "params"})
 
     # --- training ---
 
     def begin_loader(self, loader: object) -> None:
         """Make a training loader resumable. Call it for every loader, before Lightning begins it."""
         if self._trainer.training and self._is_fit:
-            self._loaders_wait = self._resume is not None or self._will_resume()
+            self._loaders_wait = self._resume is not None or self.path_to_resume is not None
             prepare_loader(self._trainer, loader, waits=self._loaders_wait)
 
     def start_training(self) -> Callable[[], None]:
@@ -390,11 +346,7 @@ class RunCheckpoints:
     # --- saves, and the end of a run ---
 
     def save(
-        self,
-        io: ShardCkptIO,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        storage_options: Any | None,
+        self, io: ShardCkptIO, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None
     ) -> None:
         """Write Lightning's checkpoint dict; after an exception only if all ranks have it.
 
@@ -406,16 +358,15 @@ class RunCheckpoints:
             path: of the checkpoint.
             storage_options: for a URL.
         """
-        trainer = self._trainer
-        if trainer.interrupted and is_partly_loaded(trainer.lightning_module):
-            rank_zero_warn(f"{os.fspath(path)!r} was not saved: its load failed, and the module is partly loaded")
-            return
-        check_loaded([trainer.lightning_module])
-        described = describe_trainer(checkpoint, self.stop_position.position(trainer), self._share)
-        save = partial(io.save_checkpoint, described, path, storage_options)
-        if not trainer.interrupted or self._ending is Ending.LEFT:
+
+        def save() -> None:
+            check_loaded([self._trainer.lightning_module])
+            described = describe_trainer(checkpoint, self.stop_position.position(self._trainer), self._share)
+            io.save_checkpoint(described, path, storage_options)
+
+        if not self._trainer.interrupted or self.has_left:
             save()
-        elif self._ending is not Ending.ALONE:
+        elif self._all_have_it is not False:
             self._save_after_exception(save, io.wait)
 
     def _save_after_exception(self, save: Callable[[], None], wait: Callable[[], None]) -> None:
@@ -425,7 +376,7 @@ class RunCheckpoints:
         end.
         """
         try:
-            if not self._trainer.received_sigterm and self._ending is not Ending.TOGETHER:
+            if not self._trainer.received_sigterm and self._all_have_it is None:
                 phase, within_s = "agreeing on a last checkpoint", self._agree_within_s
                 self._ranks.step(phase, lambda: None, lambda _: None, timeout_s=within_s)
             try:
@@ -436,45 +387,21 @@ class RunCheckpoints:
             wait()
         except Exception as error:
             warnings.warn(f"no checkpoint was saved after the exception: {error}", stacklevel=2)
-            self._ending = Ending.ALONE
+            self._all_have_it = False
         else:
-            self._ending = Ending.TOGETHER
+            self._all_have_it = True
 
     @property
     def answers_alone(self) -> bool:
         """True if hooks after an exception run on this rank, and maybe not on the other ranks."""
-        if not self._trainer.interrupted or self._trainer.received_sigterm:
-            return False  # after a signal, all ranks have agreed to stop
-        return self._ending in (Ending.NONE, Ending.ALONE)
-
-    def leave(self) -> None:
-        """End the hooks after an exception."""
-        self._ending = Ending.LEFT
+        trainer = self._trainer  # after a signal, all ranks have agreed to stop
+        return trainer.interrupted and not (trainer.received_sigterm or self.has_left or self._all_have_it)
 
 
-def _compare_hyper_parameters(
-    module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str, *, fitting: bool
-) -> None:
-    """Compare the hyper-parameters of a module that a LightningCLI has built: it reads stored ones only from files.
+def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a param group with the same parameters."""
+    return {key: list(value) if key == "params" else deepcopy(value) for key, value in group.items()}
 
-    Raises:
-        MismatchError: listing those that differ, for an evaluation; a fit only warns, since it may change them.
-    """
-    if _CLI_MARK not in module.hparams or os.path.isfile(path):
-        return
-    stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
-    pairs = [(name, stored[name], value) for name, value in module.hparams.items() if name in stored]
-    differing = [
-        f"{name}={saved!r} in the checkpoint, {value!r} in the module"
-        for name, saved, value in pairs
-        if isinstance(saved, plain) and isinstance(value, plain) and saved != value and name != _CLI_MARK
-    ]
-    if not differing:
-        return
-    message = (
-        f"{path!r} was saved with other hyper-parameters: {'; '.join(differing)}. LightningCLI reads them only from a "
-        "single file: pass them, such as --model.NAME=VALUE"
-    )
-    if not fitting:
-        raise MismatchError(message)
-    rank_zero_warn(message)
+
+def _ids(group: Mapping[str, Any]) -> list[int]:
+    return [id(parameter) for parameter in group["params"]]

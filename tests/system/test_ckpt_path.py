@@ -20,7 +20,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.strategy.ckpt_path import resolve_ckpt_path
+from lightning_shardckpt.strategy.ckpt_path import find_last
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -60,9 +60,9 @@ def test_last_is_the_newest_by_step_whatever_the_clock_says(folder: Path, keeper
     for day, path in enumerate(paths):
         os.utime(path, (10**9 - day * 86400,) * 2)
     os.symlink("epoch=0-step=9.ckpt", folder / "last.ckpt")  # a link counts as what it names
-    assert resolve_ckpt_path(keeper, "last") == paths[2]
+    assert find_last(keeper) == paths[2]
     os.symlink("epoch=0-step=100.ckpt", folder / "last-v1.ckpt")
-    assert resolve_ckpt_path(keeper, "last") == str(folder / "last-v1.ckpt")
+    assert find_last(keeper) == str(folder / "last-v1.ckpt")
 
 
 def test_what_is_incomplete_damaged_or_gone_is_passed_over_with_the_reason(folder: Path, keeper: pl.Trainer) -> None:
@@ -75,19 +75,12 @@ def test_what_is_incomplete_damaged_or_gone_is_passed_over_with_the_reason(folde
     light = saved(folder / "e.ckpt", 40, weights_only=True)
     os.symlink("gone.ckpt", folder / "last.ckpt")
     with pytest.warns(UserWarning, match="skips checkpoints that are not complete") as said:
-        assert resolve_ckpt_path(keeper, "last") == good
-    expected = (half, "no checkpoint.index.json", bad, "damaged", str(odd), "last.ckpt': a link to nothing", light)
+        assert find_last(keeper) == good
+    expected = (half, "no checkpoint.index.json", bad, "damaged", str(odd), "last.ckpt'", light)
     assert all(text in str(said[0].message) for text in (*expected, "it holds weights only"))
     keeper.state.fn = TrainerFn.VALIDATING
     with pytest.warns(UserWarning, match="skips checkpoints that are not complete"):
-        assert resolve_ckpt_path(keeper, "last") == light
-
-
-def test_what_was_never_a_checkpoint_does_not_keep_a_first_run_from_starting(folder: Path, keeper: pl.Trainer) -> None:
-    (folder / ".old-logs").mkdir(parents=True)
-    torch.save({"weights": torch.ones(3)}, folder / "pretrained.ckpt")
-    with pytest.warns(UserWarning, match=r"pretrained\.ckpt': not of lightning-shardckpt"):
-        assert resolve_ckpt_path(keeper, "last") == "last"
+        assert find_last(keeper) == light
 
 
 def test_a_requeued_job_and_a_path_that_was_set_come_before_an_implied_last(
@@ -95,33 +88,34 @@ def test_a_requeued_job_and_a_path_that_was_set_come_before_an_implied_last(
 ) -> None:
     keeper = trainer(ModelCheckpoint(folder), OnExceptionCheckpoint(tmp_path))
     ended = saved(tmp_path / "on_exception.ckpt", 15)
-    assert resolve_ckpt_path(keeper, None) == ended
+    assert find_last(keeper, None) == ended
     saved(folder / "epoch=3.ckpt", 100)
-    assert resolve_ckpt_path(keeper, None) == ended  # only what Lightning would look at
+    assert find_last(keeper, None) == ended  # only what Lightning would look at
     saved(folder / "last.ckpt", 90)
-    assert resolve_ckpt_path(keeper, None) == str(folder / "last.ckpt")
+    assert find_last(keeper, None) == str(folder / "last.ckpt")
     keeper.ckpt_path = "other.ckpt"
-    assert resolve_ckpt_path(keeper, None) is None
+    assert find_last(keeper, None) is None
     keeper.ckpt_path = None
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
     monkeypatch.setattr(type(keeper), "default_root_dir", str(tmp_path))
-    assert resolve_ckpt_path(keeper, None) is None  # Lightning finds it
+    assert find_last(keeper, None) is None  # Lightning finds it
 
 
 def test_if_nothing_is_complete_it_is_an_error_and_no_new_beginning(folder: Path, keeper: pl.Trainer) -> None:
-    half = unfinished(folder / "b.ckpt")
+    half, other = unfinished(folder / "b.ckpt"), folder / "pretrained.ckpt"
+    torch.save({"weights": torch.ones(3)}, other)  # of another program: Lightning would resume from it
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint is complete") as raised:
-        resolve_ckpt_path(keeper, "last")
-    assert half in str(raised.value)
+        find_last(keeper)
+    assert half in str(raised.value) and str(other) in str(raised.value)
 
 
 def test_the_first_run_of_all_starts_from_the_beginning(folder: Path, keeper: pl.Trainer) -> None:
-    assert resolve_ckpt_path(keeper, "last") == "last"  # which Lightning turns into a warning
-    folder.mkdir()
-    assert resolve_ckpt_path(keeper, "last") == "last"
-    assert resolve_ckpt_path(keeper, None) is None
-    assert resolve_ckpt_path(keeper, "a/path.ckpt") == "a/path.ckpt"
+    assert find_last(keeper) is None
+    (folder / ".old-logs").mkdir(parents=True)
+    assert find_last(keeper) is None
+    assert find_last(keeper, None) is None
+    assert find_last(keeper, "a/path.ckpt") is None
 
 
 def run(directory: str, steps: int, resume: str | None, each_own: bool) -> tuple[int, list[str]]:

@@ -63,7 +63,7 @@ def resumes(strategy: dict[str, Any], folder: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found: dict[str, Any] = {"resume": error_of(lambda: failing.fit(module, tiny.loader(), ckpt_path=bad))}
-    found["told"] = [str(one.message) for one in told if "partly loaded" in str(one.message)]
+    found["told"] = [str(one.message) for one in told if "no checkpoint was saved" in str(one.message)]
     found["kept"] = tiny.differences(first[0], tiny.full_state(module, [])) == []
     found["train"] = error_of(lambda: run(5).fit(module, tiny.loader()))
     found["predict"] = error_of(lambda: run().predict(module, tiny.loader(count=4, shuffle=False)))
@@ -87,7 +87,7 @@ def test_a_module_that_is_partly_loaded_is_neither_trained_nor_saved_until_it_ha
     assert any("CorruptionError" in found["resume"] and "bad.ckpt" in found["resume"] for found in ranks)
     for found in ranks:
         assert found["resume"] and not found["kept"]
-        assert ["was not saved" in one for one in found["told"]] == [True] * (found is ranks[0])
+        assert ["a mix of two states" in one for one in found["told"]] == [True]
         for use in ("train", "predict", *(() if strategy else ("call",))):  # stages refuse calls at any time
             assert found[use].startswith("StateError: loading") and "bad.ckpt" in found[use], found[use]
         assert found["losses"] and found["state"]

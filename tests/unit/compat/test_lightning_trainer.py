@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
@@ -66,32 +66,24 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path / "a.ckpt")
 
 
-def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: str) -> None:
-    run = trainer(tmp_path)
-    assert compat.assigned_path(run) is None
-    run.ckpt_path = saved
-    assert compat.assigned_path(run) == saved
-    asks = Asks("setup", compat.assigned_path)
-    trainer(tmp_path, asks, max_steps=2).test(BoringModel(), ckpt_path=saved, verbose=False)
-    assert asks.found == [None]  # what a call was given does not count
+def test_the_path_of_a_run_is_resolved_before_lightning_chooses_and_its_choice_is_seen(
+    tmp_path: Path, saved: str
+) -> None:
+    asked, kept = list[Any](), list[Any]()
 
+    def resolve(path: Any) -> Any:
+        asked.append(path)
+        return saved if path == "last" else path
 
-class Freezes(BaseFinetuning):
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None: ...
-
-    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None: ...
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_param_groups_that_were_loaded_are_kept(keeps: bool, tmp_path: Path) -> None:
-    callback, module, run = Freezes(), BoringModel(), trainer(tmp_path)
-    callback.load_state_dict({"internal_optimizer_metadata": {0: []}})
-    optimizer = torch.optim.SGD(module.parameters(), lr=7.0)
-    run.strategy.optimizers = [optimizer]
-    if keeps:
-        compat.keep_loaded_groups(callback)
-    callback.on_fit_start(run, module)
-    assert len(optimizer.param_groups) == keeps
+    for path, assigned in (("last", None), (None, saved), (None, None)):
+        run = trainer(tmp_path, max_steps=2)
+        if assigned is not None:
+            run.ckpt_path = assigned
+        undo = compat.intercept_ckpt_path(run, resolve, kept.append)
+        run.test(BoringModel(), ckpt_path=path, verbose=False)
+        undo()
+    run.test(BoringModel(), verbose=False)
+    assert (asked, kept) == (["last", None, None], [saved, saved, None])
 
 
 def test_a_trainer_is_given_another_directory(tmp_path: Path) -> None:
