@@ -1,17 +1,15 @@
 """Trainer state as JSON without pickle: a closed table of tagged types; tensors are inlined or stored beside it.
 
-``decode`` is the inverse of ``encode``, except for types that carry code: an enum whose members equal numbers or
-strings becomes its value, a named tuple a tuple, a dataclass a dict, an instance of a subclass of a built-in type an
-instance of that type. Nothing is imported or called by name. Pickles are the exception that a user asks for, in the
-save and again in the load; nothing else in this package writes or reads one.
+``decode`` is the inverse of ``Encoder.encode``, except for types that carry code: an enum whose members equal numbers
+or strings becomes its value, a named tuple a tuple, an instance of a subclass of a built-in type an instance of that
+type. Nothing is imported or called by name. Pickles are the exception that a user asks for, in the save and again in
+the load; nothing else in this package writes or reads one.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import collections
-import dataclasses
 import datetime
 import enum
 import io
@@ -21,6 +19,7 @@ import pathlib
 import pickle
 import re
 import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,8 +40,6 @@ _MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of 
 _BIG_INT = 1 << 53
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
-_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
-"""Conversions of instances of subclasses to the type itself, by the type's own methods."""
 
 
 class Dropped:
@@ -73,7 +70,7 @@ class _Tag(NamedTuple):
 
     Attributes:
         kind: of the values that are stored under this tag.
-        to_json: returns the content of a value, which is encoded like any value.
+        to_json: returns the content of a value, whose items are encoded like any value.
         from_json: returns the value of a decoded content, and of the fields beside it.
         fields: functions that return the fields beside the content, by name.
     """
@@ -82,6 +79,10 @@ class _Tag(NamedTuple):
     to_json: Callable[[Any], Any]
     from_json: Callable[..., Any]
     fields: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012  # never changed
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _items(content: Any) -> list[Any]:
@@ -117,6 +118,12 @@ def _tensor(content: Any, dtype: str, shape: Any) -> torch.Tensor:
     return tensor
 
 
+def _array_bytes(array: Any) -> str:
+    if type(array).__module__ != "numpy" or not _NUMPY_DTYPE.fullmatch(array.dtype.str):
+        raise ValueError("masked arrays, and arrays of objects, have more than these bytes")
+    return _to_base64(array.tobytes())
+
+
 def _array(content: Any, dtype: str, shape: Any) -> Any:
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(dtype)
@@ -124,19 +131,27 @@ def _array(content: Any, dtype: str, shape: Any) -> Any:
     return array.copy() if shape else array[()]
 
 
+def _member(value: enum.Enum) -> Any:
+    if not isinstance(value, int | float | str):
+        raise ValueError("the value would be another one than the member")
+    return value.value
+
+
 def _steps(value: range | slice) -> list[Any]:
     return [value.start, value.stop, value.step]
 
 
+def _time(kind: Any) -> _Tag:
+    return _Tag(kind, kind.isoformat, kind.fromisoformat)
+
+
 _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetime a date
-    "enum": _Tag(enum.Enum, lambda v: v.value, lambda v: v),
-    "odict": _Tag(collections.OrderedDict, dict.items, lambda v: collections.OrderedDict(_pairs(v))),
-    "counter": _Tag(collections.Counter, dict.items, lambda v: collections.Counter(_pairs(v))),
+    "enum": _Tag(enum.Enum, _member, lambda v: v, {"type": _type_name}),
+    "odict": _Tag(OrderedDict, dict.items, lambda v: OrderedDict(_pairs(v))),
+    "counter": _Tag(Counter, dict.items, lambda v: Counter(_pairs(v))),
     "map": _Tag(dict, dict.items, _pairs),
     "namespace": _Tag(argparse.Namespace, lambda v: vars(v).items(), lambda v: argparse.Namespace(**_pairs(v))),
-    "deque": _Tag(
-        collections.deque, list, lambda v, most: collections.deque(_items(v), most), {"maxlen": lambda v: v.maxlen}
-    ),
+    "deque": _Tag(deque, list, lambda v, most: deque(_items(v), most), {"maxlen": lambda v: v.maxlen}),
     "tuple": _Tag(tuple, list, lambda v: tuple(_items(v))),
     "set": _Tag(set, list, lambda v: set(_items(v))),
     "frozenset": _Tag(frozenset, list, lambda v: frozenset(_items(v))),
@@ -147,9 +162,9 @@ _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetim
     "dtype": _Tag(torch.dtype, DTYPES.__getitem__, TORCH_DTYPES.__getitem__),
     "device": _Tag(torch.device, str, lambda v: torch.device(_text(v))),
     "path": _Tag(pathlib.PurePath, str, pathlib.Path),
-    "datetime": _Tag(datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "date": _Tag(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": _Tag(datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "datetime": _time(datetime.datetime),
+    "date": _time(datetime.date),
+    "time": _time(datetime.time),
     "timedelta": _Tag(
         datetime.timedelta,
         lambda v: [v.days, v.seconds, v.microseconds],
@@ -159,13 +174,18 @@ _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetim
     "slice": _Tag(slice, _steps, lambda v: slice(*_items(v))),
     "numpy": _Tag(
         (numpy.ndarray, numpy.generic),
-        lambda v: _to_base64(v.tobytes()),
+        _array_bytes,
         _array,
         {"dtype": lambda v: v.dtype.str, "shape": lambda v: list(v.shape)},
     ),
+    "dropped": _Tag(
+        Dropped, lambda v: v.text, lambda v, kind: Dropped(str(kind), str(v)), {"type": lambda v: v.type_name}
+    ),
 }
 _TIMES = ("datetime", "date", "time", "timedelta")
-TAGS = frozenset({*_TAGS, "tensor", "stored", "dropped", "pickle", "omegaconf"})
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""Conversions of instances of subclasses to the type itself, by the type's own methods."""
+TAGS = frozenset({*_TAGS, "tensor", "stored", "pickle", "omegaconf"})
 """All tags of JSON: the table of FORMAT.md."""
 
 
@@ -215,11 +235,8 @@ class Encoder:
             for base, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
                 if isinstance(value, base) and kind is not base:
                     return self.encode(plain(value), path, depth)
-        if tag := next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None):
-            return self._tagged(tag, value, path, depth)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self.encode({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, depth)
-        return self._refuse(value, path)
+        tag = next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None)
+        return self._refuse(value, path) if tag is None else self._tagged(tag, value, path, depth)
 
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""
@@ -233,31 +250,25 @@ class Encoder:
             )
 
     def _tagged(self, tag: str, value: Any, path: str, depth: int) -> Any:
-        if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key in value):
-            here = {key: item for key, item in value.items() if not is_elsewhere(item)}  # each stage adds its own
-            return {k: self.encode(v, f"{path}/{k}" if path else k, depth + 1) for k, v in here.items()}
-        if isinstance(value, enum.Enum):
-            kind, content = f"{type(value).__module__}.{type(value).__qualname__}", value.value
-            if not isinstance(value, int | float | str):  # its value would be another one than the member
-                return self._refuse(value, path)
-            return {TAG: tag, "type": kind, "v": self.encode(content, path, depth)}
         try:
             content = _TAGS[tag].to_json(value)
         except (LookupError, ValueError):  # a dtype of no name, an integer of more than 4300 digits
             return self._refuse(value, path)
+        if tag in _TIMES and not bool(_TAGS[tag].from_json(content) == value):  # pandas' NaT, nanoseconds
+            return self._refuse(value, path)
+        fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
         if tag in MAPPINGS:
-            content = [(key, item) for key, item in content if not is_elsewhere(item)]
-            keys = [self.encode(key, path, depth + 1) for key, _ in content]
-            if not _survives(value, {TAG: tag, "v": [[key, None] for key in keys]}):
-                return self._refuse(value, path)
-            values = [self.encode(item, f"{path}/{key}", depth + 1) for key, item in content]
+            items = [(key, item) for key, item in content if not is_elsewhere(item)]  # each stage adds its own
+            names = [f"{path}/{key}" if path else str(key) for key, _ in items]
+            values = [self.encode(item, name, depth + 1) for name, (_, item) in zip(names, items, strict=True)]
+            if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key, _ in items):
+                return dict(zip((key for key, _ in items), values, strict=True))
+            keys = [self.encode(key, path, depth + 1) for key, _ in items]
             return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
-        content = self.encode(content, path, depth) if isinstance(content, list) else content
+        content = self.encode(content, path, depth)
         if tag in ("set", "frozenset"):  # the order of a set of strings differs between processes
             content.sort(key=json.dumps)
-        fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
-        encoded = {TAG: tag, "v": content, **fields} if tag == "deque" else {TAG: tag, **fields, "v": content}
-        return encoded if tag in ("tuple", "deque") or _survives(value, encoded) else self._refuse(value, path)
+        return {TAG: tag, "v": content, **fields} if tag == "deque" else {TAG: tag, **fields, "v": content}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         dtype_name(value, path)  # raises an error for a tensor without plain memory
@@ -274,9 +285,7 @@ class Encoder:
         return {TAG: "stored", "v": key}
 
     def _refuse(self, value: Any, path: str) -> Any:
-        if isinstance(value, Dropped):
-            return {TAG: "dropped", "type": value.type_name, "v": value.text}
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = _type_name(value)
         if kind in _OMEGACONF:
             content = sys.modules["omegaconf"].OmegaConf.to_container(value, enum_to_str=True)  # as in its YAML
             return {TAG: "omegaconf", "v": self.encode(content, path)}
@@ -287,17 +296,6 @@ class Encoder:
             return {TAG: "dropped", "type": kind, "v": repr(value)[:200]}
         self.unstorable.append(f"{path}: {kind}")
         return None
-
-
-def _survives(value: Any, encoded: dict[str, Any]) -> bool:
-    """Return False for a value that a load would refuse or change: pandas' NaT, a key that comes back as a dict, …"""
-    if encoded[TAG] == "numpy":
-        return type(value).__module__ == "numpy" and value.dtype.kind in "biufc"
-    try:
-        decoded = decode(encoded, lambda key: key)
-    except FormatError:
-        return False
-    return encoded[TAG] not in _TIMES or bool(decoded == value)
 
 
 def encode_small(value: Any, path: str) -> Any:
@@ -362,8 +360,6 @@ def decode(
             content = walk(value["v"])
             if tag == "tensor":
                 return _tensor(content, value["dtype"], value["shape"])
-            if tag == "dropped":
-                return Dropped(str(value["type"]), str(content))
             if tag == "pickle":
                 name = _text(value["type"])
                 return _unpickle(_from_base64(content), name) if unpickles else Pickled(name)
@@ -417,16 +413,13 @@ def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
     """Return the placeholders in a decoded value, by path."""
     if isinstance(value, Dropped):
         return {place: value}
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        items = enumerate(value)
-    else:
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    if not isinstance(value, dict | list | tuple | set | frozenset | deque):
         return {}
-    inner = (lost_values(item, f"{place}/{key}" if place else str(key)) for key, item in items)
-    return {path: dropped for one in inner for path, dropped in one.items()}
+    lost: dict[str, Dropped] = {}
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        lost |= lost_values(item, f"{place}/{key}" if place else str(key))
+    return lost
 
 
 def merge_encoded(first: Any, second: Any) -> Any:
@@ -436,11 +429,10 @@ def merge_encoded(first: Any, second: Any) -> Any:
     if not (isinstance(first, dict) and isinstance(second, dict)) or first.get(TAG) != second.get(TAG):
         return first
     tag = first.get(TAG)
-    if tag is None:
-        both = {k: merge_encoded(v, second[k]) if k in second else v for k, v in first.items()}
-        return both | {k: v for k, v in second.items() if k not in first}
     if tag in MAPPINGS:
         mine, other = ({json.dumps(k): (k, v) for k, v in value["v"]} for value in (first, second))
         pairs = [[k, merge_encoded(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
         return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
-    return {**first, "v": merge_encoded(first["v"], second["v"])} if tag in ("tuple", "deque") else first
+    if tag not in (None, "tuple", "deque"):
+        return first
+    return first | {k: merge_encoded(first[k], v) if k in first else v for k, v in second.items()}

@@ -2,14 +2,15 @@
 
 A contiguous CPU tensor is used in place. Any other tensor is copied to the host piece by piece, so that the extra
 memory is bounded by the largest piece. An asynchronous save copies all tensors into memory that later saves reuse, so
-that training can go on. A synchronous save copies only tensors on a GPU, a window at a time.
+that training can go on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -21,7 +22,7 @@ from lightning_shardckpt.system.host import allocate_pages, prefer_huge_pages
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ALIGN = 64  # a cache line; also a multiple of every item size
-_WINDOW_BYTES = 64 << 20  # copied from a GPU at a time; torch pins powers of two
+_PINNED_BYTES = 64 << 20  # torch pins powers of two, and keeps what it pinned
 
 
 def is_elsewhere(value: object) -> bool:
@@ -71,6 +72,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if is_host_memory(tensor):
         return bytes_of(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_cuda and tensor.nbytes <= _PINNED_BYTES:
+        return bytes_of(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
     return bytes_of(tensor.to("cpu").contiguous())
 
 
@@ -125,95 +128,41 @@ class _PinnedPages(mmap.mmap):
 
 
 class HostMemory:
-    """Reusable host memory, which grows to the largest size needed and does not shrink.
+    """Reusable host memory for copies of tensors, which grows to the largest size needed and does not shrink."""
 
-    Args:
-        is_temporary: True for small memory that is soon freed, which comes from torch's caching allocator.
-    """
-
-    def __init__(self, *, is_temporary: bool = False) -> None:
-        self._is_temporary = is_temporary
+    def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._specs: list[tuple[torch.dtype, torch.Size, torch.device]] = []
-        self._parts: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
 
-    def empty_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return uninitialized contiguous tensors with the dtypes and shapes of ``tensors``, valid until the next call.
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return contiguous copies of tensors when all are complete; they are valid until the next call.
 
-        Returns the same tensors as the last call if dtypes, shapes and devices are equal. Pinned if any tensor is on a
-        GPU.
+        They are the same tensors as those of the last call if dtypes, shapes and devices are equal. Copies from a GPU
+        run on the current stream.
         """
         specs = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if specs != self._specs:
-            self._specs, self._parts = [], []  # drop views, so that the old memory can be freed
+            self._specs, self._copies = [], []  # drop views, so that the old memory can be freed
             with torch.inference_mode(False):
-                self._parts = self._divide(tensors)
+                self._copies = self._divide(tensors, pinned=bool(devices))
             self._specs = specs
-        return list(self._parts)
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, self._copies, strict=True):
+                copy.copy_(tensor, non_blocking=bool(devices))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return list(self._copies)
 
-    def _divide(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        begins, end = [], 0
-        for tensor in tensors:
-            begins.append(end)
-            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        self._grow(end, pinned=any(tensor.is_cuda for tensor in tensors))
-        parts = (self._memory[begin : begin + t.nbytes] for t, begin in zip(tensors, begins, strict=True))
-        return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _grow(self, nbytes: int, *, pinned: bool) -> None:
-        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
+    def _divide(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
+        ends = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors), initial=0))
+        if self._memory.numel() < ends[-1] or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
-            registered = _PinnedPages.of(nbytes) if pinned and not self._is_temporary else None
-            if registered is not None:
-                self._memory = torch.frombuffer(registered, dtype=torch.uint8)
-            elif pinned:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            pages = _PinnedPages.of(ends[-1]) if pinned else allocate_pages(ends[-1])
+            if pages is None:
+                self._memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
             else:
-                self._memory = torch.frombuffer(allocate_pages(nbytes), dtype=torch.uint8)
-
-
-class HostWindows:
-    """Bytes of tensors in host memory; tensors on a GPU are copied a window at a time.
-
-    The host waits for the device once per window instead of once per tensor. A window's memory stays valid while its
-    bytes are in use; then torch's allocator of pinned memory reuses it.
-
-    Args:
-        tensors: by an id, roughly in the order in which their bytes are requested.
-        window_bytes: the largest size of a window of more than one tensor.
-    """
-
-    def __init__(self, tensors: Mapping[int, torch.Tensor], window_bytes: int = _WINDOW_BYTES) -> None:
-        self._tensors, self._window_bytes = tensors, window_bytes
-        self._order = [tensor_id for tensor_id, tensor in tensors.items() if tensor.is_cuda]
-        self._positions = {tensor_id: position for position, tensor_id in enumerate(self._order)}
-        self._copies: dict[int, torch.Tensor] = {}
-
-    def bytes_of(self, tensor_id: int) -> memoryview:
-        """Return the bytes of a tensor, row-major."""
-        if tensor_id in self._positions and tensor_id not in self._copies:
-            self._copies = {}  # lets the next window reuse the memory
-            self._copies = self._copy_window(self._positions[tensor_id])
-        return host_bytes(self._copies.get(tensor_id, self._tensors[tensor_id]))
-
-    def _copy_window(self, first: int) -> dict[int, torch.Tensor]:
-        window, nbytes = [self._order[first]], self._tensors[self._order[first]].nbytes
-        for tensor_id in self._order[first + 1 :]:
-            nbytes += -(-self._tensors[tensor_id].nbytes // _ALIGN) * _ALIGN
-            if nbytes > self._window_bytes:
-                break
-            window.append(tensor_id)
-        tensors = [self._tensors[tensor_id] for tensor_id in window]
-        copies = HostMemory(is_temporary=nbytes <= self._window_bytes or len(window) > 1).empty_like(tensors)
-        copy_all(tensors, copies)
-        return dict(zip(window, copies, strict=True))
-
-
-def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copy ``tensors`` to ``copies``; returns when all copies are complete. GPU copies run on the current stream."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, copies, strict=True):
-            copy.copy_(tensor, non_blocking=bool(devices))
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+                self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+        parts = (self._memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, ends, strict=False))
+        return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

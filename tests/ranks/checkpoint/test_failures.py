@@ -26,7 +26,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.state.model import WholeNames, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.tensor_bytes import HostMemory, copy_all
+from lightning_shardckpt.state.tensor_bytes import HostMemory
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.system.host import Tuning
 from tests.support.pool import run_ranks
@@ -226,8 +226,7 @@ def test_copies_are_exact_whatever_the_tensors_are() -> None:
     conjugated, eighths = torch.tensor([1 + 2j, 3 - 1j]).conj(), base.to(torch.float8_e4m3fn)
     odd = [base.t(), base[:, 1::2], torch.tensor(3, dtype=torch.int16), torch.empty(0, 5), conjugated, eighths]
     for tensors in (odd, [base], odd):  # in the same memory
-        copy_all(tensors, copies := memory.empty_like(tensors))
-        for copy, tensor in zip(copies, tensors, strict=True):
+        for copy, tensor in zip(memory.copy(tensors), tensors, strict=True):
             assert copy.is_contiguous() and copy.dtype == tensor.dtype and copy.tolist() == tensor.tolist()
 
 

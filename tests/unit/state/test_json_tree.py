@@ -92,19 +92,12 @@ class Moment(datetime.datetime):
 Point = collections.namedtuple("Point", "x y")
 
 
-@dataclasses.dataclass
-class Config:
-    lr: float
-    point: Any
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (Name("x"), "x"),
         (Point(1, (2,)), (1, (2,))),
         (torch.Size([1, 2]), (1, 2)),
-        (Config(0.1, Point(1, 2)), {"lr": 0.1, "point": (1, 2)}),
         (collections.defaultdict(list, a=[1]), {"a": [1]}),
         (numpy.float64(0.5), 0.5),
         (numpy.str_("x"), "x"),
@@ -165,26 +158,28 @@ class NotATime(datetime.datetime):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Can be a key, but its fields come back as a dict, which can't."""
+    """A class of the user's, which can be a key."""
 
     name: str
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "named"),
     [
-        NotATime(1, 1, 1),
-        {Key("a"): 1},
-        frozenset({(1, Key("a"))}),
-        collections.Counter({Key("a"): 1}),
-        10**5000,
+        (NotATime(1, 1, 1), ".*NotATime"),
+        (Key("a"), ".*Key"),
+        ({Key("a"): 1}, ".*Key"),
+        (frozenset({(1, Key("a"))}), ".*Key"),
+        (collections.Counter({Key("a"): 1}), ".*Key"),
+        (numpy.ma.masked_array([1, 2], [True, False]), "numpy.ma.*MaskedArray"),
+        (10**5000, "builtins.int"),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
 )
-def test_a_value_that_would_come_back_as_another_or_not_at_all_is_named(value: Any) -> None:
+def test_a_value_that_would_come_back_as_another_or_not_at_all_is_named(value: Any, named: str) -> None:
     encoder = Encoder()
     encoder.encode({"callbacks": {"a": [value]}}, "")
-    with pytest.raises(StateError, match=f"callbacks/a/0: .*{type(value).__name__}"):
+    with pytest.raises(StateError, match=f"callbacks/a/0.*: {named}"):
         encoder.check()
 
 
