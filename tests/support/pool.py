@@ -1,6 +1,6 @@
 """Run a function on several ranks, each in a process of its own, in milliseconds.
 
-One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
+One fork server imports torch and Lightning once, starts no thread and runs no backward, and forks a fresh child per
 rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
 supervises the children; results, output and stack dumps come back through files. The side that pytest runs imports
 neither torch nor lightning_shardckpt. Under xdist, workers.py makes the server along with the worker.
@@ -15,6 +15,8 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import linecache
+import logging
 import os
 import pickle
 import pkgutil
@@ -326,6 +328,40 @@ def preload() -> None:
     importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
     for package in ("lightning", "torch"):
         importlib.metadata.version(package)
+    _warm_up()
+
+
+def _warm_up() -> None:
+    """Fill the caches of Python, torch and Lightning that each rank would else fill by itself, in a tenth of a second.
+
+    They are of checks of abstract classes, of lines of code in stacks, and of fake tensors.
+    """
+    import torch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+    from torch._subclasses import FakeTensorMode
+
+    class Logs(BoringModel):
+        automatic_optimization = False  # a backward would count the devices that a rank has, for good
+
+        def training_step(self, batch: torch.Tensor, number: int) -> None:
+            self.log("loss", self.layer(batch).sum(), sync_dist=True)
+
+    without = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    logger, env = logging.getLogger("lightning.pytorch.utilities.rank_zero"), dict(os.environ)
+    logger.disabled = True
+    with warnings.catch_warnings(), torch.random.fork_rng([]):
+        warnings.simplefilter("ignore")
+        loader = torch.utils.data.DataLoader(RandomDataset(32, 2))
+        Trainer(accelerator="cpu", devices=1, max_epochs=1, **without).fit(Logs(), loader)
+        with FakeTensorMode():
+            torch.empty(2).detach()
+    logger.disabled = False
+    os.environ.clear()
+    os.environ.update(env)
+    for name, module in list(sys.modules.items()):
+        if re.match(r"torch\.(distributed|nn|optim|utils|random|cuda|xpu|mtia)|lightning\.(pytorch|fabric)", name):
+            linecache.getlines(getattr(module, "__file__", None) or "")
 
 
 def _cached_by_path(ask: Callable[..., Any]) -> Callable[..., Any]:
