@@ -414,6 +414,7 @@ def _server_with_package() -> IO[str]:
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
         be_ready_to_fork()
+        use_huge_pages()
         with theirs.makefile("rw") as jobs:
             for line in jobs:
                 jobs.write(_answer(line))
@@ -430,6 +431,16 @@ def be_ready_to_fork() -> None:
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
     others = [name for name in threads[1:] if name not in FORKABLE_THREADS]
     assert not others, f"only a process with one thread can be forked safely, and this one has {others}"
+
+
+def use_huge_pages() -> None:
+    """Move the memory of this process to huge pages: with small ones, a fork and its end take 30 ms, and not 10."""
+    huge, madv_collapse = 2 << 20, 25  # since Linux 6.1; elsewhere an error without consequences
+    madvise, maps = ctypes.CDLL(None).madvise, Path("/proc/self/maps").read_text()
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for start, stop in re.findall(r"^(\w+)-(\w+) rw-p 0+ \S+ 0 +(?:\[heap\])?$", maps, re.MULTILINE):
+        for address in range(-(-int(start, 16) // huge) * huge, int(stop, 16) - huge + 1, huge):
+            madvise(address, huge, madv_collapse)
 
 
 def _answer(line: str) -> str:

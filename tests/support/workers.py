@@ -156,6 +156,7 @@ def _fork_workers(listening: socket.socket) -> None:
 
     pool.preload()
     pool.be_ready_to_fork()
+    pool.use_huge_pages()
     this = os.getpid()
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection, _ = listening.accept()
