@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, LoadState, RankComparison
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, RankComparison, decide, start_load
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
@@ -164,14 +164,25 @@ class LoadResult:
         extra_state: non-tensor state of modules, by name.
         notes: sentences for the user about differences and conversions.
         hooked: entries that the modules' own code loads; None if the modules' tensors are filled.
-        settings: the hyper-parameters of optimizers that were loaded: optimizer, param group and key.
     """
 
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
     hooked: HookedState | None
-    settings: set[tuple[int, int, str]]
+
+
+class LoadState(Protocol):
+    """Live state that becomes targets when the ranks have agreed on it."""
+
+    def look(self) -> Any:
+        """Return this rank's view of the state, as JSON."""
+
+    def agree(self, views: list[Any], ranks: Ranks) -> None:
+        """Take the different views of all ranks. Collective: every rank must call it."""
+
+    def targets(self) -> LoadTargets:
+        """Return the objects to fill."""
 
 
 def load(
@@ -243,15 +254,13 @@ def _load(
 
         def compare() -> RankComparison:
             targets = live if isinstance(live, LoadTargets) else live.targets()
-            jobs.append(LoadJob(source, targets, strict=options.strict, pick_rank=pick_rank))
-            return jobs[0].match()
+            remedies.append(targets.remedy)
+            jobs.append(start_load(source, targets, strict=options.strict, pick_rank=pick_rank))
+            return jobs[0].comparison
 
-        phase = f"comparing {name} with the model"
-        decision = ranks.step(phase, compare, lambda reports: jobs[0].decide(reports))
+        phase, remedies = f"comparing {name} with the model", list[str]()
+        decision = ranks.step(phase, compare, lambda reports: decide(source.path, remedies[0], options.strict, reports))
         (job,), notes = jobs, decision["notes"]
-        if decision["groups"] is not None:  # pipeline stages, and optimizer state by number
-            decision = ranks.step(phase, partial(job.match, decision["groups"]), job.decide)
-            notes = decision["notes"]
         with filling(decision["is_full"]):
             try:
                 ranks.step(f"reading {name}", lambda: notes.extend(job.fill(decision["sources"])), _nothing)
@@ -259,7 +268,7 @@ def _load(
                 if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may leave a mix of two saves
                     raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
                 raise
-        return LoadResult(job.trainer, job.extra_state, notes, job.hooked, job.settings)
+        return LoadResult(job.trainer, job.extra_state, notes, job.hooked)
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:

@@ -1,13 +1,13 @@
 """The match table of a load: the stored tensor for each live tensor of the model, or the reason for none.
 
 ``match_targets`` makes it for every load, from the live objects and a source under their names (see
-``sources.model_names``). Ties, adapters and load hooks are filters over it. Changes no live object.
+``sources.model_names``). Ties and load hooks are filters over it. Changes no live object.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, parameter_names
-from lightning_shardckpt.state.peft import adapter_tensors, made_from_base
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.system.host import gc_paused
@@ -42,13 +41,11 @@ class LoadTargets:
         optimizers: the optimizers to fill; None loads weights only.
         names: FQN by ``id`` of the parameter.
         whole: names of the model over all pipeline stages.
-        adapters: keys of ``model`` that belong to adapters of PEFT.
         fit_source: converts a source to the names of the model; returns it with a line for each problem. May change the
             param groups of the optimizers.
         trainer_tensors: the user's tensors to fill, by key of trainer state.
         like: tensors with the layout for trainer state that is allocated, by its key.
         remedy: the way to load in spite of differences, for messages.
-        in_stages: True if ranks may be pipeline stages, whose optimizers have other parameters; the same on all ranks.
         has_model: False loads the optimizers alone.
         has_trainer: False leaves out the trainer's state.
         hooks: the load hooks of the model's modules.
@@ -59,12 +56,10 @@ class LoadTargets:
     optimizers: Sequence[Optimizer] | None
     names: Mapping[int, str]
     whole: WholeNames
-    adapters: frozenset[str] = frozenset()
     fit_source: Callable[[Source], tuple[Source, list[str]]] | None = None
     trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
-    in_stages: bool = False
     has_model: bool = True
     has_trainer: bool = True
     hooks: LoadHooks = NO_HOOKS
@@ -94,12 +89,9 @@ class LoadTargets:
         values = {name for name, value in state_dict.items() if is_value(name, value)}
         tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
         leaves, _ = model_leaves(tensors, module, whole)
-        adapters = adapter_tensors(module, leaves.tensors)
-        adapters = adapters.difference(made_from_base(module, adapters))
         names = parameter_names(module, whole) if optimizers is not None else {}
         hooks = LoadHooks.of({"": module} if modules is None else modules, state_dict, of_all=is_changed)
-        extra, in_stages = frozenset(map(clean_fqn, values)), bool(whole.parameters)
-        return cls(leaves, extra, optimizers, names, whole, adapters, in_stages=in_stages, hooks=hooks)
+        return cls(leaves, frozenset(map(clean_fqn, values)), optimizers, names, whole, hooks=hooks)
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -140,7 +132,6 @@ class Match:
         rows: of the tensors.
         stored: the stored model.
         ties: the names of each tied tensor, over all pipeline stages.
-        kept: keys of adapters that the checkpoint does not have.
         unexpected: names that only the checkpoint has.
         missing_values: names of entries other than tensors that only the model has.
         is_full: True if every live tensor gets a value, unless there are problems: none was left out by the save.
@@ -150,7 +141,6 @@ class Match:
     rows: Sequence[MatchRow]
     stored: Component
     ties: Sequence[Sequence[str]]
-    kept: Sequence[str]
     unexpected: Sequence[str]
     missing_values: Sequence[str]
     is_full: bool
@@ -191,12 +181,6 @@ class Match:
         """Return the dtypes of the stored tensors that match, by live name."""
         return {name: self.stored.tensors[key].dtype for name, key in self.keys.items()}
 
-    def casts(self) -> list[str]:
-        """Return the dtype conversions of the load, as readable text."""
-        tensors = self.stored.tensors
-        pairs = {(tensors[r.stored].dtype, local_tensor(r.tensor).dtype) for r in self.rows if r.stored is not None}
-        return sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
-
     def reshaped(self) -> frozenset[str]:
         """Return the names of live tensors whose stored shape differs."""
         known, names = self.stored.names, set[str]()
@@ -216,34 +200,16 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
     """
     stored, left_out = source.components().get("model", Component({})), source.document("frozen") or {}
     known, elsewhere = stored.names, targets.elsewhere
-    live, kept = _without_adapters(targets, known, source)
-    names, ties = names_of(live, targets.whole.ties), targets.whole.ties
-    rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in live.tensors.items()]
+    ties = targets.whole.ties
+    names = names_of(targets.model, ties)
+    rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in targets.model.tensors.items()]
     values = {*(source.document("model") or {})}
     own = {name for group in names.values() for name in group}
     unexpected = (known.keys() | left_out.keys()) - own | values - targets.extra_state
     unexpected = unexpected.difference(elsewhere, map(base_fqn, elsewhere)) if unexpected else set()
     missing = sorted(targets.extra_state - values)
-    match = Match(rows, stored, ties, kept, sorted(unexpected), missing, not kept and not left_out)
+    match = Match(rows, stored, ties, sorted(unexpected), missing, is_full=not left_out)
     return _leave_to_hooks(match, targets.hooks) if targets.has_model else match
-
-
-def _without_adapters(targets: LoadTargets, known: Collection[str], source: Source) -> tuple[Leaves, list[str]]:
-    """Return the live tensors to load, and the keys of adapters that keep their values.
-
-    Adapters keep them if only weights are loaded from a checkpoint without adapters. A module that an adapter trains as
-    a whole is a copy of the base's, and takes the base's values.
-    """
-    model, adapters = targets.model, targets.adapters
-    if not adapters or targets.optimizers is not None or source.document("peft"):
-        return model, []
-    copies = {key for key in adapters.intersection(known) if ".modules_to_save." in key}  # by name
-    if adapters.intersection(known) - copies:
-        return model, []
-    kept = {key for key in adapters & model.tensors.keys() - copies if base_fqn(key) not in known}
-    tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
-    aliases = {alias: key for alias, key in model.aliases.items() if key not in kept}
-    return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
 
 
 def _row(
@@ -339,7 +305,6 @@ def allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tu
             reported.update(row.names)
         elif row.is_left_out:
             entries |= dict.fromkeys((name for name in row.names if name in own), row.tensor)
-    entries |= {name: targets.model.tensors[name] for name in match.kept}
     versions = source.document("versions")
     decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
     hooked = HookedState(entries, frozenset(reported), decoded)

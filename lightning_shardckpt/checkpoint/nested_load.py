@@ -158,7 +158,6 @@ class NestedLoad:
             trainer_tensors={key_of(path): tensor for path, tensor in self._tensors.items()},
             like=objects.sharded_tensors(),
             remedy="Pass strict=False",
-            in_stages=self._name is not None,
             has_model=bool(objects.modules),
         )
 
@@ -177,16 +176,14 @@ class NestedLoad:
         prefixes = _stored_prefixes(objects.prefixes, keys, "model" in source.components(), trainer)
         numbers = _stored_numbers([*objects.optimizers], stored["optimizers"][: len(document)], len(document), trainer)
         optimizers[:] = [one for path, one in objects.optimizers.items() if path in numbers]
-        lacking = [path for path in (*objects.modules, *objects.optimizers) if path not in {**prefixes, **numbers}]
-        present = [*stored["modules"], *stored["optimizers"], *trainer]
+        present = _list_kinds(stored["modules"], stored["optimizers"], trainer) or "a model alone"
         if (as_dicts := _with_state_dicts(source, stored, self._plain_keys())) is not source:
             source, trainer = as_dicts, _blank_trainer(as_dicts)
-        missing, problems = self._compare_plain(trainer)
-        if missing := [*map(key_of, lacking), *missing]:
-            has = f"it has {list_some([*map(repr, present)])}" if present else "it has a model alone"
-            problems.append(f"the checkpoint does not have {list_some([*map(repr, missing)])} of the state; {has}")
-        if as_values := [repr(key_of(path)) for path in lacking if value_at(trainer, path) is not None]:
-            problems.append(f"{', '.join(as_values)} there is a state dict, which loads into a state dict alone")
+        values, problems = self._compare_plain(trainer)
+        lacking = [[key_of(path) for path in objects.modules if path not in prefixes]]
+        lacking += [[key_of(path) for path in objects.optimizers if path not in numbers], values]
+        if missing := _list_kinds(*lacking):
+            problems.append(f"the checkpoint does not have {missing} of the state; it has {present}")
         if numbers and not named and any(not one["numbered"] for one in document.values()):
             remedy = "load it together with its module, or build it from named_parameters()"
             problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
@@ -290,6 +287,16 @@ def _stored_numbers(live: list[Path], stored: list[str], count: int, others: Map
     if len(live) == count and not set(stored) & set(map(key_of, live)):
         return {path: number for number, path in enumerate(live) if value_at(others, path) is None}
     return {path: stored.index(key_of(path)) for path in live if key_of(path) in stored}
+
+
+def _list_kinds(*keys: Iterable[str]) -> str:
+    """Return a text of the keys of modules, optimizers and values; a state dict is a value.
+
+    >>> _list_kinds(["a"], [], ["b", "c"])
+    "modules 'a', values 'b', 'c'"
+    """
+    kinds = zip(("modules", "optimizers", "values"), ([*map(repr, names)] for names in keys), strict=True)
+    return ", ".join(f"{kind} {list_some(names)}" for kind, names in kinds if names)
 
 
 def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ such as ``step``, the hyper-parameters of the param groups, state without a para
 the extra entries of an optimizer's ``state_dict``.
 
 A load compares first, then fills tensors, then applies the rest. Parameters are matched by name; state that is stored
-by number is named first, see ``join_groups``. Live state of the right shape is filled in place. Hyper-parameters follow
+by number is named first. Live state of the right shape is filled in place. Hyper-parameters follow
 the parameters into their current param groups.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -191,8 +191,6 @@ def _name(param: str | int) -> str:
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]
 """A tensor with the key under which it is stored."""
-Groups: TypeAlias = list[list[list[str]]]
-"""The names of the parameters in each param group of each optimizer."""
 
 
 _OF_SCHEDULERS = "initial_lr"
@@ -221,28 +219,6 @@ class _Row:
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def join_groups(parts: Sequence[Groups], order: Sequence[str]) -> Groups:
-    """Return the param groups of the whole model from those of all ranks, of which pipeline stages have a part.
-
-    Numbers in torch's state dicts count the parameters in them. A group that stages have in another order than the
-    model's is empty in the result.
-
-    Args:
-        parts: the groups of each rank.
-        order: the names of all parameters of the model in order; needed if ranks have different ones.
-    """
-    if all(part == parts[0] for part in parts):
-        return parts[0]
-    places = {name: place for place, name in enumerate(order)}
-
-    def join(groups: Sequence[list[str]]) -> list[str]:
-        in_order = all(sorted(group, key=places.__getitem__) == group for group in groups)
-        return sorted({*chain(*groups)}, key=places.__getitem__) if in_order else []
-
-    by_optimizer = (zip_longest(*optimizers, fillvalue=[]) for optimizers in zip_longest(*parts, fillvalue=[]))
-    return [[join(groups) for groups in optimizer] for optimizer in by_optimizer]
-
-
 class OptimizerLoad:
     """The load of one optimizer: compare first, then fill its tensors, then apply.
 
@@ -254,9 +230,6 @@ class OptimizerLoad:
         same: returns all names, live and stored, of the tensor with a live FQN.
         dtypes: the stored dtypes of parameters by live FQN.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
-
-    Attributes:
-        settings: the hyper-parameters that ``apply`` has loaded: optimizer, param group and key.
     """
 
     def __init__(
@@ -278,7 +251,6 @@ class OptimizerLoad:
             for param, name in ((param, names[id(param)]) for param in params):
                 stored_names = [one for one in same(name) if one in self._group_of]
                 self._rows.append(_Row(param, group, name, stored_names))
-        self.settings: set[tuple[int, int, str]] = set()
 
     def other_class(self) -> str | None:
         """Return a line if the settings in the checkpoint are those of another class, so that it cannot be loaded."""
@@ -414,7 +386,6 @@ class OptimizerLoad:
             values = [one[key] for one in hyper if key in one]
             if all(_is_equal(value, values[0]) for value in values):
                 group[key] = copy.deepcopy(values[0])  # another group may use it, too
-                self.settings.add((self.number, number, key))
             else:
                 kept = group.get(key)
                 yield f"{where}: its parameters were in groups {numbers} with {key} = {values}; kept {kept!r}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.checkpoint.load_job import LoadJob
+from lightning_shardckpt.checkpoint.load_job import LoadJob, start_load
 from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
@@ -68,8 +68,7 @@ class PretrainedWeights:
         jobs = list[LoadJob]()
 
         def read() -> None:
-            jobs.append(LoadJob(source, replace(LoadTargets.of_module(module, live, whole), has_trainer=False)))
-            jobs[0].match()
+            jobs.append(start_load(source, replace(LoadTargets.of_module(module, live, whole), has_trainer=False)))
             jobs[0].fill({})
 
         def load() -> list[str]:

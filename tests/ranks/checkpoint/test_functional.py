@@ -83,7 +83,7 @@ def test_several_modules_and_optimizers_are_found_by_their_keys(tmp_path: Path) 
     part = {key: alone[key] for key in ("critic", "critic-sgd")}
     load(tmp_path / "gan", part)
     assert differing(whole(part), whole({key: saved[key] for key in part})) == []
-    with pytest.raises(MismatchError, match="does not have 'other' of the state; it has 'generator', 'critic'"):
+    with pytest.raises(MismatchError, match="modules 'other' of the state; it has modules 'generator', 'critic'"):
         load(tmp_path / "gan", {"other": nn.Linear(3, 2)})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import torch
 from torch import nn
 
 from lightning_shardckpt import save
-from lightning_shardckpt.checkpoint.save_agreement import specs_of
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.data_position import Division
-from lightning_shardckpt.state.documents import StoredOptimizer, parse_document
+from lightning_shardckpt.state.documents import parse_document
 from lightning_shardckpt.state.hf_directory import describe_hugging_face
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
@@ -90,53 +85,6 @@ def test_a_hostile_document_is_refused(change: dict[str, Any], words: str) -> No
     model["files"] = {"config.json": "{}"}
     with pytest.raises(FormatError, match=words):
         parse_document("huggingface", json.dumps({"models": [model | change]}).encode(), "x")
-
-
-# ── optimizer state by number on pipeline stages, which have a part of each param group ───────────────────────────────
-
-
-WHOLE = ("a", "b", "c", "d", "e")
-GROUPS = [["a", "c", "d"], ["b", "e"]]
-
-
-def trained(groups: Sequence[Sequence[str]]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-    """An optimizer over parameters of these names; the state of one is its place in WHOLE."""
-    named = {name: torch.nn.Parameter(torch.zeros(2)) for group in groups for name in group}
-    optimizer = torch.optim.SGD([{"params": [named[name] for name in group]} for group in groups], lr=1.0, momentum=0.5)
-    for name, parameter in named.items():
-        optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), float(WHOLE.index(name)))
-    return optimizer, {id(parameter): name for name, parameter in named.items()}
-
-
-def stored_optimizer() -> StoredOptimizer:
-    leaves, document = optimizer_leaves([trained(GROUPS)[0].state_dict()])
-    return StoredOptimizer(0, document["0"], Component(specs_of("optimizer", leaves, ((0, 1),))), decode_small)
-
-
-def test_stages_find_their_numbers_together() -> None:
-    stages = [["a", "c"], ["b"]], [["d"], ["e"]]
-    joined = join_groups([[part] for part in stages], WHOLE)
-    assert joined == [GROUPS]
-    numbers = [name for group in GROUPS for name in group]
-    for part in stages:
-        stored, (optimizer, names) = stored_optimizer(), trained(part)
-        assert stored.name(joined[0]) is None
-        load = OptimizerLoad(0, optimizer, stored, names, lambda name: [name])
-        differences = [*load.compare(frozenset(WHOLE) - {*names.values()})]
-        live, new = load.tensors(lambda tensor: True)
-        assert {key for key, _ in live + new} == {f"0/#{numbers.index(n)}/momentum_buffer" for n in names.values()}
-        assert load.sources() == {"0/0": [0], "0/1": [1]} and differences == []
-
-
-def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
-    for parts, sizes in (
-        (([["a"], ["b"]], [["d"], ["e"]]), "[2, 2]"),
-        (([["c", "a"], ["b"]], [["d"], ["e"]]), "[0, 2] in the order of its parameters"),
-    ):
-        stored = stored_optimizer()
-        problem = stored.name(join_groups([[part] for part in parts], WHOLE)[0])
-        assert problem is not None and f"param groups of [3, 2] parameters; the model has {sizes}" in problem
-        assert stored.numbered
 
 
 # ── an order is dealt to ranks step by step, whatever their number ────────────────────────────────────────────────────
