@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import describe_path, did_you_mean, open_source
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.storage.local_files import open_output
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
-from lightning_shardckpt.storage.temporaries import output_directory, output_file
 from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import progress, size_text
 from lightning_shardckpt.system.threads import drain_all
@@ -196,14 +196,13 @@ def _plan(stored: Source, options: Options) -> Export:
 
 def _write(stored: Source, export: Export, output: str, options: Options, tuning: Tuning) -> None:
     """Write an export to the file or directory ``output``, and tell the user its notes."""
-    with progress(export.nbytes) as (advance, _), ExitStack() as stack:
-        if options.is_file:
-            file, notes = stack.enter_context(output_file(output, overwrite=options.overwrite))
-            write(stored, export, lambda name: nullcontext(file), advance, tuning=tuning)
-        else:
-            may_replace = is_replaceable if options.overwrite else lambda path: False
-            create, notes = stack.enter_context(output_directory(output, may_replace))
-            write(stored, export, create, advance, tuning=tuning)
+
+    def may_replace(path: str) -> bool:
+        return options.overwrite and (options.is_file or is_replaceable(path))
+
+    opened = open_output(output, is_file=options.is_file, replaceable=may_replace)
+    with progress(export.nbytes) as (advance, _), opened as (create, notes):
+        write(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)
 

@@ -39,11 +39,10 @@ from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_sou
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, PEFT
 from lightning_shardckpt.state.peft import adapters_from_json
+from lightning_shardckpt.storage.local_files import NewFile, open_output, write_at
 from lightning_shardckpt.storage.object_store import ObjectStore
-from lightning_shardckpt.storage.posix import write_at
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
-from lightning_shardckpt.storage.temporaries import NewFile, output_directory
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import MB
@@ -227,7 +226,8 @@ def export_beside(path: str, storage: Storage) -> list[str]:
                 with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
                     write(stored, export, create)
             else:
-                with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True) as (create, _):
+                folder = os.path.join(path, EXPORT_FOLDER)
+                with open_output(folder, is_file=False, replaceable=lambda folder: True) as (create, _):
                     write(stored, export, create)
                     check_current()
         except FileNotFoundError:

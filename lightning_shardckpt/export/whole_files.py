@@ -20,8 +20,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
-from lightning_shardckpt.storage.posix import WRITEBACK_BYTES, begin_writeback, write_at
-from lightning_shardckpt.storage.temporaries import NewFile
+from lightning_shardckpt.storage.local_files import WRITEBACK_BYTES, NewFile, begin_writeback, write_at
 from lightning_shardckpt.system.host import TUNING, Tuning, allocate_pages
 from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.transfer.shard_reader import Request, StoredTensors, fetch, plan_windows

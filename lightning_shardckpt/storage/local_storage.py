@@ -20,10 +20,9 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
-from functools import partial
-from threading import Lock
+from functools import lru_cache
 from uuid import uuid4
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
@@ -36,23 +35,22 @@ from lightning_shardckpt.format.index import (
     prefix_of,
     read_prefix,
 )
-from lightning_shardckpt.storage.posix import (
-    Exchange,
-    can_exchange,
+from lightning_shardckpt.storage.local_files import (
+    Temporary,
+    delete,
     errors_with_path,
     exchange,
+    is_temporary,
     keep_owner_and_mode,
     make_directories,
-    status_of,
     sync_directory,
+    temporary_name,
     write_file,
 )
 from lightning_shardckpt.storage.protocol import Bytes, names_of_save
-from lightning_shardckpt.storage.temporaries import Temporary, delete, is_temporary, temporary_name
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
-_ATTEMPTS = 20  # to open a path that saves replace meanwhile
-_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+_LOOK_AGAIN_S = 0.1
 
 
 class LocalStorage:
@@ -71,7 +69,7 @@ class LocalStorage:
         visible_within_s: float = 60.0,
         *,
         sync_files: bool = True,
-        exchange: Exchange = exchange,
+        exchange: Callable[[str, str], bool] = exchange,
         machine: str | None = None,
     ) -> None:
         self.visible_within_s, self.sync_files = visible_within_s, sync_files
@@ -84,12 +82,13 @@ class LocalStorage:
             CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
         """
         path = os.path.abspath(path)
-        for _ in range(_ATTEMPTS):
+        while True:
             with suppress(FileNotFoundError, NotADirectoryError):
                 return LocalReader(path, is_checkpoint=True)
-            if not os.path.exists(os.path.join(path, ROOT_NAME)):
-                raise CheckpointNotFoundError(_why_none(path))
-        raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
+            if not os.path.exists(os.path.join(path, ROOT_NAME)):  # else a save has replaced the directory meanwhile
+                if os.path.exists(path):
+                    raise CheckpointNotFoundError(f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}")
+                raise CheckpointNotFoundError(f"no checkpoint at {path!r}: there is nothing at this path")
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
@@ -114,73 +113,168 @@ class LocalStorage:
             return []
         with closing(self.open(path)) as reader:
             names = os.listdir(path)
-            if _is_filled_in_place(path, names):
-                return self._empty(path, [name for name in names if is_ours(name)], reader.prefix)
-        name = os.path.join(os.path.dirname(path), uuid4().hex)
-        old = Temporary(name, uuid4().hex, machine=self.machine)
-
-        def move() -> list[str]:
-            os.rename(path, old.path)
-            return [old.path]
-
-        try:
-            old.publish(move, sync=self.sync_files, old="the deleted checkpoint")
-        finally:
-            old.drop()
-        return old.notes
-
-    def _empty(self, path: str, names: list[str], prefix: str) -> list[str]:
+        if not _is_filled_in_place(path, names):
+            old = Temporary(os.path.join(os.path.dirname(path), uuid4().hex), uuid4().hex, machine=self.machine)
+            try:
+                os.rename(path, old.path)
+                old.publish(sync=self.sync_files, old="the deleted checkpoint")
+            finally:
+                old.drop()
+            return old.notes
         _delete_export(path)
         os.unlink(os.path.join(path, ROOT_NAME))
-        self.sync(path)
-        for name in names:
-            is_of_another_save = PREFIXED_NAME.fullmatch(name) and not (prefix and name.startswith(prefix))
-            if not is_of_another_save and (error := delete(os.path.join(path, name))) is not None:
-                return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}"]
-        return []
-
-    def sync(self, directory: str) -> None:
-        """Sync a directory, unless syncs are disabled."""
         if self.sync_files:
-            sync_directory(directory)
-
-
-def _why_none(path: str) -> str:
-    if os.path.islink(path) and not os.path.exists(path):
-        return f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
-    if not os.path.exists(path):
-        return f"no checkpoint at {path!r}: there is nothing at this path"
-    return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}"
+            sync_directory(path)
+        kept = [name for name in names if PREFIXED_NAME.fullmatch(name) and not name.startswith(reader.prefix or "?")]
+        files = [os.path.join(path, name) for name in names if is_ours(name) and name not in kept]
+        errors = list(filter(None, map(delete, files)))
+        return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}" for error in errors[:1]]
 
 
 # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
-    """Return the names in a directory that a save may replace or fill; None if nothing or a link is there.
+class LocalDraft:
+    """A draft in a temporary directory next to the target, or in the target itself.
 
-    That is a checkpoint of ours or an empty directory; before a save ``is_begun``, also one that has only files of
-    other saves in it.
-
-    Raises:
-        FileExistsError: for anything else.
+    ``begin`` decides which; ranks that don't call it find out when they write.
     """
-    entry = status_of(target)
-    if entry is None or stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced
-        return None
-    if not stat.S_ISDIR(entry.st_mode):
-        raise FileExistsError(
-            f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
-        )
-    names = os.listdir(target)
-    if ROOT_NAME not in names and not all(
-        not is_begun and (PREFIXED_NAME.fullmatch(name) or is_temporary(name)) for name in names
-    ):
-        raise FileExistsError(
-            f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
-            "replaced; move it or use another path"
-        )
-    return names
+
+    def __init__(self, target: str, save_id: str, storage: LocalStorage) -> None:
+        self._target, self._save_id, self._storage = target, save_id, storage
+        self._beside = temporary_name(target, save_id)
+        self._root = temporary_name(target, save_id, target)  # if it is filled in place
+        self._directory: str | None = None  # where files are written, once this rank knows it
+        self._claimed: Temporary | None = None  # on the rank that begins
+        self._written = set[str]()
+        self.prefix = ""
+        self.notes: list[str] = []
+
+    def begin(self) -> None:
+        """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
+
+        Raises:
+            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or is a
+                link that can't be replaced in one step, or if another process is saving to it.
+            NotADirectoryError: if the target is a file.
+            PermissionError: if neither the target nor its parent can be written.
+        """
+        is_there = os.path.lexists(self._target) and not os.path.islink(self._target)  # a link is replaced
+        names = os.listdir(self._target) if is_there else []
+        if ROOT_NAME not in names and not all(PREFIXED_NAME.fullmatch(name) or is_temporary(name) for name in names):
+            raise FileExistsError(
+                f"the directory {self._target!r} is not empty and holds no checkpoint of this package, so it is not "
+                "replaced; move it or use another path"
+            )
+        if (is_there and _is_filled_in_place(self._target, names)) or not self._begin_beside():
+            self._claimed = Temporary(self._target, self._save_id, self._target, self._storage.machine)
+            self._fill_in_place()
+        assert self._claimed is not None
+        self.notes = self._claimed.notes
+
+    def _begin_beside(self) -> bool:
+        """Create the temporary directory; return False if it can't replace the target."""
+        make_directories(os.path.dirname(self._target), sync=self._storage.sync_files)
+        new = Temporary(self._target, self._save_id, machine=self._storage.machine)
+        try:
+            os.mkdir(new.path)
+            is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
+            if os.path.lexists(self._target) and not self._can_exchange(new.path):
+                if os.path.islink(self._target):
+                    raise FileExistsError(
+                        f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
+                        "step: delete the link, or save to another path"
+                    )
+                is_possible = False
+        except BaseException:
+            new.drop()
+            raise
+        if is_possible:
+            self._claimed, self._directory = new, new.path
+        elif (error := new.drop()) is not None:  # other ranks would write there
+            raise error
+        return is_possible
+
+    def _can_exchange(self, folder: str) -> bool:
+        names = os.path.join(folder, "1"), os.path.join(folder, "2")
+        for name in names:
+            os.mkdir(name)
+        is_possible = self._storage.exchange(*names)
+        for name in names:
+            os.rmdir(name)
+        return is_possible
+
+    def _fill_in_place(self) -> None:
+        self._directory, self.prefix = self._target, prefix_of(self._save_id)
+
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
+        """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
+        directory = self._directory or self._find_directory()
+        stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
+        write_file(stored, parts, sync=self._storage.sync_files)
+        if self._storage.sync_files:
+            sync_directory(directory)
+        if name != ROOT_NAME:
+            self._written.add(self.prefix + name)
+
+    def _find_directory(self) -> str:
+        """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
+        parent, name = os.path.split(self._beside)
+        within_s = self._storage.visible_within_s
+        deadline = time.monotonic() + within_s
+        while self._directory is None:
+            with suppress(OSError):  # listing makes a network file system refresh its cache
+                if name in os.listdir(parent):
+                    self._directory = self._beside
+                elif any(entry.startswith(f"{name}.") for entry in os.listdir(self._target)):  # the claim
+                    self._fill_in_place()
+            if self._directory is None and time.monotonic() >= deadline:
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
+                    f"{within_s:g} s ago; the path must be on a file system that all ranks share",
+                    self._beside,
+                )
+            time.sleep(0 if self._directory else _LOOK_AGAIN_S)
+        return self._directory
+
+    def publish(self) -> None:
+        """Make the checkpoint appear at the target, sync, and delete the old one.
+
+        Raises:
+            OSError: if something other than a checkpoint is at the target, or files of this save are gone.
+        """
+        new, target = self._claimed, self._target
+        assert new is not None
+        root, replaced = os.path.join(target, ROOT_NAME), list[str]()
+        if self.prefix:
+            names = [name for name in os.listdir(target) if is_ours(name)]
+            if missing := sorted(self._written - set(names)):
+                raise FileExistsError(
+                    f"another process saved to {target!r} since this save began, and deleted {missing[0]} of it; let "
+                    "each job save to paths of its own"
+                )
+            if os.path.lexists(root):
+                _delete_export(target)
+            os.rename(new.path, root)
+            kept = (self.prefix, *map(prefix_of, new.living))
+            replaced = [os.path.join(target, name) for name in names if not name.startswith(kept)]
+        else:
+            keep_owner_and_mode(target, new.path)
+            if not (os.path.islink(target) or os.path.lexists(root)):
+                os.rename(new.path, target)  # which replaces nothing but an empty directory
+            elif not self._storage.exchange(new.path, target):
+                raise FileExistsError(f"another process saved to {target!r} since this save began")
+        new.publish(replaced, sync=self._storage.sync_files)
+
+    def discard(self) -> None:
+        """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
+        if self._claimed is not None and self._claimed.is_held:
+            with suppress(OSError):
+                for name in os.listdir(self._target) if self.prefix else ():
+                    if name.startswith(self.prefix):
+                        delete(os.path.join(self._target, name))
+            self._claimed.drop()
 
 
 def _is_filled_in_place(target: str, names: list[str]) -> bool:
@@ -200,151 +294,18 @@ def _delete_export(directory: str) -> None:
         raise error
 
 
-class LocalDraft:
-    """A draft in a temporary directory next to the target, or in the target itself.
-
-    ``begin`` decides which; ranks that don't call it find out when they write.
-    """
-
-    def __init__(self, target: str, save_id: str, storage: LocalStorage) -> None:
-        self._target, self._save_id, self._storage = target, save_id, storage
-        self._beside = temporary_name(target, save_id)
-        self._root = temporary_name(target, save_id, target)  # if it is filled in place
-        self._directory: str | None = None  # where files are written, once this rank knows it
-        self._claimed: Temporary | None = None  # on the rank that begins
-        self._written: set[str] = set()
-        self.prefix = ""
-        self.notes: list[str] = []
-
-    def begin(self) -> None:
-        """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
-
-        Raises:
-            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or is a
-                link that can't be replaced in one step, or if another process is saving to it.
-            PermissionError: if neither the target nor its parent can be written.
-        """
-        names = _replaceable_names(self._target, is_begun=False)
-        if (names is not None and _is_filled_in_place(self._target, names)) or not self._begin_beside():
-            self._claimed = Temporary(self._target, self._save_id, self._target, self._storage.machine)
-            self._fill_in_place()
-        assert self._claimed is not None
-        self.notes = self._claimed.notes
-
-    def _begin_beside(self) -> bool:
-        """Create the temporary directory; return False if it can't replace the target."""
-        make_directories(os.path.dirname(self._target), sync=self._storage.sync_files)
-        status_of(self._target)  # a name may be too long, which only shows if its parent exists
-        new = Temporary(self._target, self._save_id, machine=self._storage.machine)
-        try:
-            os.mkdir(new.path)
-            is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
-            if os.path.isdir(self._target) and not can_exchange(new.path, self._storage.exchange):
-                if os.path.islink(self._target):
-                    raise FileExistsError(
-                        f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
-                        "step: delete the link, or save to another path"
-                    )
-                is_possible = False
-        except BaseException:
-            new.drop()
-            raise
-        if is_possible:
-            self._claimed, self._directory = new, new.path
-        elif (error := new.drop()) is not None:  # other ranks would write there
-            raise error
-        return is_possible
-
-    def _fill_in_place(self) -> None:
-        self._directory, self.prefix = self._target, prefix_of(self._save_id)
-
-    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
-        """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
-        directory = self._directory or self._find_directory()
-        stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
-        write_file(stored, parts, sync=self._storage.sync_files)
-        self._storage.sync(directory)
-        if name != ROOT_NAME:
-            self._written.add(self.prefix + name)
-
-    def _find_directory(self) -> str:
-        """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
-        pause, within_s = _PAUSE_S, self._storage.visible_within_s
-        deadline, claim = time.monotonic() + within_s, f"{os.path.basename(self._beside)}."
-        while True:
-            with suppress(OSError):  # listing makes a network file system refresh its cache
-                os.listdir(os.path.dirname(self._target))
-                if any(name.startswith(claim) for name in os.listdir(self._target)):
-                    self._fill_in_place()
-                    return self._target
-            try:
-                os.close(os.open(self._beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-                self._directory = self._beside
-                return self._beside
-            except OSError as failure:
-                if failure.errno not in (errno.ENOENT, errno.ESTALE):
-                    raise
-            if time.monotonic() >= deadline:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
-                    f"{within_s:g} s ago; the path must be on a file system that all ranks share",
-                    self._beside,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    def publish(self) -> None:
-        """Make the checkpoint appear at the target, sync, and delete the old one."""
-        assert self._claimed is not None
-        commit = partial(self._commit_in_place if self.prefix else self._commit_beside, self._claimed)
-        self._claimed.publish(commit, sync=self._storage.sync_files)
-
-    def _commit_beside(self, new: Temporary) -> list[str]:
-        """Move the directory to the target; return the new path of what was there."""
-        names = _replaceable_names(self._target, is_begun=True)
-        keep_owner_and_mode(self._target, new.path)
-        if not (names or os.path.islink(self._target)):
-            os.rename(new.path, self._target)
-            return []
-        if not self._storage.exchange(new.path, self._target):
-            raise FileExistsError(f"another process saved to {self._target!r} since this save began")
-        return [new.path]
-
-    def _commit_in_place(self, new: Temporary) -> list[str]:
-        """Rename the root index, the last file; return the paths of the files of other saves, which have ended."""
-        names = [name for name in os.listdir(self._target) if is_ours(name)]
-        if missing := sorted(self._written - set(names)):
-            raise FileExistsError(
-                f"another process saved to {self._target!r} since this save began, and deleted {missing[0]} of it; let "
-                "each job save to paths of its own"
-            )
-        root, kept = os.path.join(self._target, ROOT_NAME), (self.prefix, *map(prefix_of, new.living))
-        if os.path.lexists(root):
-            _delete_export(self._target)
-        os.rename(new.path, root)
-        return [os.path.join(self._target, name) for name in names if not name.startswith(kept)]
-
-    def discard(self) -> None:
-        """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
-        if self._claimed is not None and self._claimed.is_held:
-            if self.prefix:
-                with suppress(OSError):
-                    for name in os.listdir(self._target):
-                        if name.startswith(self.prefix):
-                            delete(os.path.join(self._target, name))
-            self._claimed.drop()
-
-
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LocalReader:
     """Reader of a directory, which opens only regular files, relative to the directory's descriptor. Thread-safe.
 
-    Symbolic links are refused unless ``follow_links``, which is for other programs' directories: Hugging Face's cache
-    consists of links. With ``is_checkpoint``, the reader tells when another checkpoint is at its path, and names are
-    those in the indexes, without the prefix of a directory that was filled in place.
+    Args:
+        path: of the directory.
+        follow_links: don't refuse symbolic links, for other programs' directories: Hugging Face's cache has links.
+        is_checkpoint: tell when another checkpoint is at the path; names are those in the indexes, without the prefix
+            of a directory that was filled in place.
+        fetch: called with the name of a file before it is opened.
 
     Raises:
         FileNotFoundError: if there is no directory, or with ``is_checkpoint`` no root index in it.
@@ -352,16 +313,21 @@ class LocalReader:
 
     high_latency = False
 
-    def __init__(self, path: str, *, follow_links: bool = False, is_checkpoint: bool = False) -> None:
-        self._path, self._follow_links, self.prefix = path, follow_links, ""
+    def __init__(
+        self,
+        path: str,
+        *,
+        follow_links: bool = False,
+        is_checkpoint: bool = False,
+        fetch: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        self._path, self._follow_links, self._fetch, self.prefix = path, follow_links, fetch, ""
         self._directory = _OpenFile(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        self._files, self._lock = dict[str, _OpenFile](), Lock()
-        self._root: os.stat_result | None = None
+        self._root = os.stat(ROOT_NAME, dir_fd=self._directory.descriptor) if is_checkpoint else None
+        self._file = lru_cache(OPEN_FILES)(self._open)  # one that is dropped is closed when no thread reads it
         if is_checkpoint:
-            self._root = os.stat(ROOT_NAME, dir_fd=self._directory.descriptor)
             with suppress(FormatError):  # a link is reported when the root index is read
-                head = os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0)
-                self.prefix = read_prefix(head) or ""
+                self.prefix = read_prefix(os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0)) or ""
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""
@@ -383,20 +349,12 @@ class LocalReader:
 
     def close(self) -> None:
         """Close all files."""
-        with self._lock:
-            self._files.clear()
+        self._file.cache_clear()
         self._directory.close()
-
-    def _file(self, name: str) -> _OpenFile:
-        if (file := self._files.get(name)) is None:
-            with self._lock:
-                file = self._files[name] = self._files.get(name) or self._open(name)
-                if len(self._files) > OPEN_FILES:
-                    del self._files[next(iter(self._files))]  # the one that was opened first
-        return file
 
     def _open(self, name: str) -> _OpenFile:
         stored = name if name == ROOT_NAME else self.prefix + name
+        self._fetch(name)
         try:
             with errors_with_path(os.path.join(self._path, name)):
                 mode = os.stat(stored, dir_fd=self._directory.descriptor, follow_symlinks=self._follow_links).st_mode

@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
-from lightning_shardckpt.storage.posix import locked
+from lightning_shardckpt.storage.local_files import locked
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.host import TUNING, Tuning
 
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
-_APPENDS = 5  # attempts
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _TURN_WAIT_S = 3600.0  # for another process of this machine that uploads
 _first_process = list[int]()  # the process that used obstore
@@ -47,9 +46,8 @@ class ObjectStore:
 
     Args:
         url: of anything in the bucket.
-        options: by fsspec's names.
+        options: by fsspec's names, and ``throttle_uploads``: only one process of each machine uploads at a time.
         tuning: of requests: sizes, attempts, times.
-        throttles: only one process of each machine uploads at a time.
 
     Raises:
         ValueError: if the protocol is unknown, or the URL names no bucket.
@@ -58,13 +56,12 @@ class ObjectStore:
         PermissionError: if no credentials are found.
     """
 
-    def __init__(
-        self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING, *, throttles: bool = False
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:
         protocol, _, rest = url.partition("://")
-        self._tuning, self._throttles, self._is_forkable = tuning, throttles, protocol in _FSSPEC
+        self._tuning, self._is_forkable, given = tuning, protocol in _FSSPEC, dict(options)
+        self._throttles = given.pop("throttle_uploads", False)
         self._root = f"{protocol}://" if self._is_forkable else f"{protocol}://{rest.partition('/')[0]}/"
-        self._bucket: Any = (_FsspecBucket if self._is_forkable else partial(_open_bucket, tuning))(url, options)
+        self._bucket: Any = (_FsspecBucket if self._is_forkable else partial(_open_bucket, tuning))(url, given)
         self.conditional = True
         """True if ``put`` compares and writes in one step with respect to all writers."""
 
@@ -91,8 +88,8 @@ class ObjectStore:
             raise OSError(errno.EIO, f"{action} {url}: {len(content)} bytes came")
         return content
 
-    def read_json(self, url: str) -> bytes:
-        """Return a whole object, by one request.
+    def get(self, url: str) -> tuple[bytes, dict[str, str]]:
+        """Return a whole object and its tag, by one request.
 
         Raises:
             FileNotFoundError: if there is none.
@@ -100,9 +97,10 @@ class ObjectStore:
         """
         with self._call("reading", url) as (bucket, key):
             found = bucket.get(key)
-            if (size := found.meta["size"]) > MAX_JSON_BYTES:
+            size, tag = _stat(found.meta)
+            if size > MAX_JSON_BYTES:
                 raise FormatError(f"{url} has {size} bytes, more than {MAX_JSON_BYTES}")
-            return bytes(found.bytes())
+            return bytes(found.bytes()), tag
 
     def put(self, url: str, content: bytes, expected: Mapping[str, str] | None) -> None:
         """Write an object if the current one has the tag ``expected`` (None: if there is none).
@@ -125,31 +123,13 @@ class ObjectStore:
                 return
             except OSError as error:
                 with suppress(OSError, FormatError):  # else an attempt succeeded, and its answer was lost
-                    if self.read_json(url) == content:
+                    if self.get(url)[0] == content:
                         return
                 if isinstance(error, FileNotFoundError) and expected is not None:
                     raise FileExistsError(f"the object at {url} was deleted meanwhile") from error
                 if not left or isinstance(error, FileExistsError | PermissionError | FileNotFoundError):
                     raise
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
-
-    def append(self, url: str, content: bytes) -> None:
-        """Add content that no other writer adds to an object, which is written anew.
-
-        Raises:
-            FileExistsError: if others write it all the time.
-        """
-        for left in reversed(range(_APPENDS)):
-            old, tag = b"", None
-            with suppress(FileNotFoundError):
-                tag = self.stat(url).tag
-                old = self.read_json(url)
-            try:
-                self.put(url, old + content, tag)
-                return
-            except FileExistsError:
-                if not left:
-                    raise
 
     def upload(self, url: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
         """Write a new object from its parts, without keeping references to them.
@@ -249,7 +229,7 @@ def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
 def machine_upload_lock(wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
     """Hold the upload lock, so that only one thread of this user's processes on this machine uploads.
 
-    The lock of a process that dies is released. Without locks in the file system, does not wait.
+    Without locks in the file system, does not wait.
 
     Raises:
         TimeoutError: if the lock is not available within ``wait_s``.
@@ -267,8 +247,8 @@ _EXTRA = 'pip install "lightning-shardckpt[s3]"'
 _PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
 
-# obstore's names of options by fsspec's (s3fs, gcsfs, adlfs); a dot leads into a dictionary. None: see `_find_aws`.
-_NAMES: dict[str, dict[str, str | None]] = {
+# obstore's names of options by fsspec's (s3fs, gcsfs, adlfs); a dot leads into a dictionary. Empty: for `find_aws`.
+_NAMES: dict[str, dict[str, str]] = {
     "s3": {
         "endpoint_url": "endpoint",
         "client_kwargs.endpoint_url": "endpoint",
@@ -277,7 +257,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
         "requester_pays": "request_payer",
         "s3_additional_kwargs.ServerSideEncryption": "server_side_encryption",
         "s3_additional_kwargs.SSEKMSKeyId": "sse_kms_key_id",
-        **dict.fromkeys(("key", "secret", "token", "profile")),
+        **dict.fromkeys(("key", "secret", "token", "profile"), ""),
     },
     "gs": {"token": "token", "endpoint_url": "base_url"},
     "az": {

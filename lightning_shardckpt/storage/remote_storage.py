@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import (
@@ -25,18 +26,17 @@ from lightning_shardckpt.format.index import (
     read_prefix,
 )
 from lightning_shardckpt.format.value_checks import checksum
+from lightning_shardckpt.storage.local_files import locked, make_directories, write_at
 from lightning_shardckpt.storage.local_storage import LocalReader
-from lightning_shardckpt.storage.object_store import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.posix import locked, make_directories, write_at
+from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.protocol import Bytes, Reader, names_of_save, read_all
 
-_START_BYTES = 16 << 10  # of a file, which usually have its header
 _WINDOW_BYTES, _THREADS = 8 << 20, 8  # of downloads
 _DOWNLOAD_WAIT_S = 3600.0  # for another process of this machine that downloads the same file
 
 
 class RemoteStorage:
-    """Checkpoints in an object store; paths are URLs."""
+    """Checkpoints in an object store; paths are URLs. Raises ValueError for a bucket alone."""
 
     visible_within_s = 10.0
 
@@ -50,15 +50,19 @@ class RemoteStorage:
             CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
             PermissionError: if the store denies access.
         """
-        url = self._checked(path)
+        url = _checked(path)
         try:
-            return RemoteReader(self._objects, url, self._objects.read_json(f"{url}/{ROOT_NAME}"))
+            return RemoteReader(self._objects, url, self._objects.get(f"{url}/{ROOT_NAME}")[0])
         except FileNotFoundError:
-            raise CheckpointNotFoundError(self._why_none(url, [*self._objects.list(url)])) from None
+            self._objects.list(url)  # raises if there is no such bucket
+            raise CheckpointNotFoundError(
+                f"{url!r} is not a complete checkpoint: it has no {ROOT_NAME}; checkpoints of other programs can't be "
+                "read at a URL: download it first"
+            ) from None
 
     def draft(self, path: str, save_id: str) -> RemoteDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
-        return RemoteDraft(self._objects, self._checked(path), save_id)
+        return RemoteDraft(self._objects, _checked(path), save_id)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``: first the root index, then its other files.
@@ -71,38 +75,23 @@ class RemoteStorage:
         Raises:
             CheckpointNotFoundError: if there is none.
         """
-        url = self._checked(path)
-        names = self._objects.list(url)
-        if ROOT_NAME not in names:
-            raise CheckpointNotFoundError(self._why_none(url, [*names]))
-        prefix = _stored_prefix(self._objects, url, names[ROOT_NAME])
+        url, prefix = _checked(path), self.open(path).prefix or "?"  # which no name has
+        names = [name for name in self._objects.list(url) if is_ours(name)]
         self._objects.delete(f"{url}/{name}" for name in names if is_export(name))
         self._objects.delete([f"{url}/{ROOT_NAME}"])
+        names = [name for name in names if name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)]
         try:
-            self._objects.delete(
-                f"{url}/{name}"
-                for name in names
-                if is_ours(name) and (name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name))
-            )
+            self._objects.delete(f"{url}/{name}" for name in names)
         except OSError as error:
             return [f"could not remove all files of the deleted checkpoint {url!r}: {error}"]
         return []
 
-    def _checked(self, path: str) -> str:
-        """Return a URL without a slash at its end. Raises ValueError for a bucket alone."""
-        if path.rstrip("/").count("/") < 3 and not path.startswith("memory:"):
-            raise ValueError(f"{path!r} is no path of a checkpoint, such as 's3://bucket/name.ckpt'")
-        return path.rstrip("/")
 
-    def _why_none(self, url: str, names: list[str]) -> str:
-        if not names and not self._objects.exists(url):
-            return f"no checkpoint at {url!r}: there is nothing at this path"
-        roots = sorted(name for name in names if name.endswith(f"/{ROOT_NAME}"))
-        hint = f"; did you mean {url}/{roots[0].removesuffix(f'/{ROOT_NAME}')}?" if roots else ""
-        return (
-            f"{url!r} is not a complete checkpoint: it has no {ROOT_NAME}; checkpoints of other programs can't be "
-            f"read at a URL: download it first{hint}"
-        )
+def _checked(path: str) -> str:
+    """Return a URL without a slash at its end."""
+    if path.rstrip("/").count("/") < 3 and not path.startswith("memory:"):
+        raise ValueError(f"{path!r} is no path of a checkpoint, such as 's3://bucket/name.ckpt'")
+    return path.rstrip("/")
 
 
 def list_complete(objects: ObjectStore, folder: str) -> dict[str, str]:
@@ -110,11 +99,6 @@ def list_complete(objects: ObjectStore, folder: str) -> dict[str, str]:
     found, end = sorted(objects.list(folder).items()), f"/{ROOT_NAME}"
     roots = {name.removesuffix(end): str(stat) for name, stat in found if name.endswith(end) and name.count("/") == 1}
     return {f"{folder.rstrip('/')}/{name}": tag for name, tag in roots.items()}
-
-
-def _stored_prefix(objects: ObjectStore, url: str, root: ObjectStat) -> str:
-    """Return the prefix of the names of a checkpoint's objects, or one that no name has."""
-    return read_prefix(objects.read(f"{url}/{ROOT_NAME}", 0, min(root.size, HEAD_BYTES))) or "?"
 
 
 # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,10 +109,9 @@ class RemoteDraft:
 
     def __init__(self, objects: ObjectStore, url: str, save_id: str) -> None:
         self._objects, self._url, self.prefix = objects, url, prefix_of(save_id)
-        self._before: ObjectStat | None = None  # the root index when the save began
-        self._begun = False
-        self._root = b""
-        self._written: set[str] = set()
+        self._before: dict[str, str] | None = None  # the tag of the root index when the save began
+        self._replaced = "?"  # the prefix of the names in the checkpoint that was there; no name begins with a "?"
+        self._begun, self._root, self._written = False, b"", set[str]()
         self.notes: list[str] = []
 
     def begin(self) -> None:
@@ -137,18 +120,15 @@ class RemoteDraft:
         Raises:
             FileExistsError: if an object is at the path, or objects below it that are not a checkpoint.
         """
-        if self._objects.exists(self._url):
-            raise FileExistsError(
-                f"a file is in the way at {self._url!r}: a sharded checkpoint is a folder; move it or use another path"
-            )
         with suppress(FileNotFoundError):
-            self._before = self._objects.stat(f"{self._url}/{ROOT_NAME}")
-        names = self._objects.list(self._url)
-        foreign = [name for name, stat in names.items() if stat.size and not PREFIXED_NAME.fullmatch(name)]
-        if self._before is None and foreign:
+            root, self._before = self._objects.get(f"{self._url}/{ROOT_NAME}")
+            self._replaced = read_prefix(root[:HEAD_BYTES]) or "?"
+        found = self._objects.list(self._url).items() if self._before is None else ()
+        others = [name for name, stat in found if stat.size and not PREFIXED_NAME.fullmatch(name)]
+        if others or self._objects.exists(self._url):
             raise FileExistsError(
-                f"{self._url!r} is not empty ({foreign[0]!r} …) and holds no checkpoint of this package, so it is not "
-                "replaced; move it or use another path"
+                f"{self._url!r} holds no checkpoint of this package but {', '.join(others[:1]) or 'is an object'}, so "
+                "it is not replaced; move it or use another path"
             )
         self._begun = True
 
@@ -159,8 +139,8 @@ class RemoteDraft:
         self._written.add(name)
         if name == ROOT_NAME:
             self._root = b"".join(parts)
-            return
-        self._objects.upload(f"{self._url}/{self.prefix}{name}", parts, nbytes)
+        else:
+            self._objects.upload(f"{self._url}/{self.prefix}{name}", parts, nbytes)
 
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.
@@ -168,10 +148,6 @@ class RemoteDraft:
         Raises:
             FileExistsError: if another process saved to the path, or removed it, since this save began.
         """
-        replaced = "?"
-        with suppress(FileNotFoundError):
-            if self._before is not None:
-                replaced = _stored_prefix(self._objects, self._url, self._before)
         names = [*self._objects.list(self._url)]
         if missing := sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in names):
             raise FileExistsError(
@@ -179,31 +155,30 @@ class RemoteDraft:
                 "save; let each job save to paths of its own"
             )
         others = [name for name in names if is_ours(name) and not name.startswith(self.prefix)]
+        leftovers = [name for name in others if PREFIXED_NAME.fullmatch(name) and not name.startswith(self._replaced)]
         self._delete(name for name in others if is_export(name))  # which is of the replaced one
         compared = self._objects.conditional
         try:
-            self._objects.put(f"{self._url}/{ROOT_NAME}", self._root, self._before and self._before.tag)
+            self._objects.put(f"{self._url}/{ROOT_NAME}", self._root, self._before)
         except FileExistsError:
             raise FileExistsError(
                 f"another process saved to {self._url!r}, or removed it, since this save began; let each job save to "
                 "paths of its own"
             ) from None
+        self._begun = False
+        if not self._objects.conditional:  # a save that this one did not stop may still be committed
+            others, leftovers = [name for name in others if name not in leftovers], []
         if compared and not self._objects.conditional:
             self.notes.append(
                 f"the store of {self._url!r} can't compare and write in one step: of two jobs that save to one path "
                 "in the same instant, the later one counts; let each job save to paths of its own"
             )
-        self._begun = False
-        of_dead = [name for name in others if PREFIXED_NAME.fullmatch(name) and not name.startswith(replaced)]
-        of_replaced = [name for name in others if name not in of_dead] if self._before else []
-        if not self._objects.conditional:  # a save that this one did not stop may still be committed
-            of_dead = []
+        if leftovers:
+            self.notes.append(f"removed the leftover of an unfinished save at {self._url!r}")
         try:
-            self._delete([*of_replaced, *of_dead])
+            self._delete(others)
         except OSError as error:
             self.notes.append(f"could not remove the replaced checkpoint at {self._url!r}: {error}")
-        if of_dead:
-            self.notes.append(f"removed the leftover of an unfinished save at {self._url!r}")
 
     def discard(self) -> None:
         """Delete this save's objects, as far as possible."""
@@ -225,33 +200,25 @@ class RemoteReader:
 
     def __init__(self, objects: ObjectStore, url: str, root: bytes) -> None:
         self._objects, self._url, self._root = objects, url, root
-        self._prefix = read_prefix(root[:HEAD_BYTES]) or ""
-        self._sizes = {ROOT_NAME: len(root)}
-        self._starts = {ROOT_NAME: root}  # the first bytes of files
+        self.prefix, self._sizes = read_prefix(root[:HEAD_BYTES]) or "", {ROOT_NAME: len(root)}
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""
         if name not in self._sizes:
             with self._replacement_named():
-                self._sizes[name] = self._objects.stat(f"{self._url}/{self._prefix}{name}").size
+                self._sizes[name] = self._objects.stat(f"{self._url}/{self.prefix}{name}").size
         return self._sizes[name]
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the file's bytes from ``offset`` on, with one request at most once the size is known.
-
-        A reader of the length of a header reads the header next, which then usually needs no request of its own.
-        """
+        """Fill ``target`` with the file's bytes from ``offset`` on, with one request once the size is known."""
         size, stop = self.size(name), offset + len(target)
         if stop > size:
             raise EOFError(f"{name} ends at byte {size}, expected {stop}")
-        if offset == 0 and stop <= 8 and name not in self._starts:
-            self._starts[name] = self._read(name, 0, min(size, _START_BYTES))
-        start = self._starts.get(name, b"")
-        target[:] = start[offset:stop] if stop <= len(start) else self._read(name, offset, stop)
-
-    def _read(self, name: str, start: int, stop: int) -> bytes:
+        if name == ROOT_NAME:
+            target[:] = self._root[offset:stop]
+            return
         with self._replacement_named():
-            return self._objects.read(f"{self._url}/{self._prefix}{name}", start, stop)
+            target[:] = self._objects.read(f"{self._url}/{self.prefix}{name}", offset, stop)
 
     @contextmanager
     def _replacement_named(self) -> Iterator[None]:
@@ -264,7 +231,7 @@ class RemoteReader:
         except FileNotFoundError:
             now = b""
             with suppress(FileNotFoundError):
-                now = self._objects.read_json(f"{self._url}/{ROOT_NAME}")
+                now, _ = self._objects.get(f"{self._url}/{ROOT_NAME}")
             if now == self._root:
                 raise
             text = f"{self._url} was replaced or deleted while it was read: open it again"
@@ -272,66 +239,42 @@ class RemoteReader:
 
     def names(self) -> list[str]:
         """Return all entries, sorted, without files and leftovers of other saves to the path."""
-        return names_of_save(self._objects.list(self._url), self._prefix)
+        return names_of_save(self._objects.list(self._url), self.prefix)
 
     def close(self) -> None:
         """Do nothing: no connection is held."""
 
 
-class CachedReader:
-    """Reader that copies files to a local folder before their first read, and keeps them. Thread-safe.
+def open_cached(reader: Reader, folder: str) -> LocalReader:
+    """Return a reader that copies files to a local folder before it opens them, and keeps them there.
 
     The folder's name is the checksum of the checkpoint's root index, so files of different saves are never mixed. The
     ranks of a machine share it: the first rank that needs a file downloads it under a lock, the others wait.
     """
+    place = os.path.join(os.path.abspath(folder), checksum(read_all(reader, ROOT_NAME)))
+    make_directories(place, sync=False)
+    return LocalReader(place, fetch=partial(_download, reader, place))
 
-    high_latency = False
 
-    def __init__(self, reader: Reader, folder: str) -> None:
-        self._reader = reader
-        self._folder = os.path.join(os.path.abspath(folder), checksum(read_all(reader, ROOT_NAME)))
-        make_directories(self._folder, sync=False)
-        self._local, self._downloaded = LocalReader(self._folder), set[str]()
-        self.size, self.names = reader.size, reader.names
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the file's bytes from ``offset`` on; download the file first if it is not cached."""
-        if name == ROOT_NAME:
-            self._reader.read_into(name, offset, target)
+def _download(reader: Reader, folder: str, name: str) -> None:
+    """Download a whole file into a folder, unless a process has already done so."""
+    path = os.path.join(folder, name)
+    if os.path.isfile(path):
+        return
+    size = reader.size(name)
+    with locked(f"{path}.part", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _DOWNLOAD_WAIT_S) as file:
+        if file is None:
+            raise TimeoutError(f"another process has been downloading {path!r} for {_DOWNLOAD_WAIT_S:g} s")
+        if os.path.isfile(path):  # another rank downloaded it meanwhile
             return
-        if name not in self._downloaded:
-            self._download(name)
-            self._downloaded.add(name)
-        self._local.read_into(name, offset, target)
 
-    def _download(self, name: str) -> None:
-        """Download a whole file into the folder, unless this or another process has already done so."""
-        size, path = self._reader.size(name), os.path.join(self._folder, name)
-        unfinished = f"{path}.part"
+        def copy_window(begin: int) -> None:
+            window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
+            reader.read_into(name, begin, window)
+            write_at(file, window, begin)
 
-        def is_whole() -> bool:
-            return os.path.isfile(path) and os.path.getsize(path) == size
-
-        if is_whole():
-            return
-        with locked(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _DOWNLOAD_WAIT_S) as file:
-            if file is None:
-                raise TimeoutError(f"another process has been downloading {path!r} for {_DOWNLOAD_WAIT_S:g} s")
-            if is_whole():  # another rank downloaded it meanwhile
-                return
-
-            def copy_window(begin: int) -> None:
-                window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
-                self._reader.read_into(name, begin, window)
-                write_at(file, window, begin)
-
-            os.ftruncate(file, size)
-            with ThreadPoolExecutor(_THREADS) as threads:
-                list(threads.map(copy_window, range(0, size, _WINDOW_BYTES)))
-            os.fsync(file)  # from the rename on, a file of the right size counts as complete
-            os.rename(unfinished, path)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._local.close()
-        self._reader.close()
+        os.ftruncate(file, size)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(copy_window, range(0, size, _WINDOW_BYTES)))
+        os.fsync(file)  # from the rename on, the file counts as complete
+        os.rename(f"{path}.part", path)

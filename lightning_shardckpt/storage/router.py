@@ -12,7 +12,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.remote_storage import CachedReader, RemoteStorage
+from lightning_shardckpt.storage.remote_storage import RemoteStorage, open_cached
 from lightning_shardckpt.system.host import TUNING, Tuning
 
 _LOCAL_PROTOCOLS = ("file://", "local://")
@@ -51,6 +51,9 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 class StorageRouter:
     """Storage for any path: the file system for paths and ``file://`` URLs, object stores for other URLs.
 
+    Its methods raise a ValueError for a URL of an unknown protocol or one that was converted to a ``Path``, a TypeError
+    for an unknown option, and an ImportError if a package for the protocol is missing.
+
     Args:
         local: the storage of the file system; ``LocalStorage`` by default.
         storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``; with
@@ -68,47 +71,38 @@ class StorageRouter:
         tuning: Tuning = TUNING,
     ) -> None:
         self.local: Storage = local or LocalStorage()
-        self.visible_within_s = self.local.visible_within_s
-        self._options = dict(storage_options or {})
-        self._buckets = dict[str, ObjectStore]()
-        self._tuning = tuning
-        self._throttles = bool(self._options.pop("throttle_uploads", False))
+        self.visible_within_s, self._tuning = self.local.visible_within_s, tuning
+        self._options, self._buckets = dict(storage_options or {}), dict[str, ObjectStore]()
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
-        """Return the same storage with other options for URLs."""
-        router = copy(self)
-        router._options, router._buckets = dict(storage_options), {}
-        router._throttles = bool(router._options.pop("throttle_uploads", self._throttles))
+        """Return the same storage with other options for URLs; ``throttle_uploads`` stays if it is not among them."""
+        router, name = copy(self), "throttle_uploads"
+        router._buckets = {}
+        router._options = {name: self._options.get(name, False), **storage_options}
         return router
 
     def backend(self, path: str) -> Storage:
-        """Return the backend of a path.
-
-        Raises:
-            ValueError: if the path is a URL that was converted to a ``Path``, or the protocol is unknown.
-            TypeError: for an unknown option.
-            ImportError: if a package for the protocol is missing.
-        """
+        """Return the backend of a path."""
         if is_url(path):
             return RemoteStorage(self.objects(path))
         _check_not_mangled(path)
         return self.local
 
     def objects(self, url: str) -> ObjectStore:
-        """Return the bucket of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
+        """Return the bucket of a URL. Connections to a bucket are shared by its URLs."""
         bucket = "/".join(url.split("/")[:3])
         if bucket not in self._buckets:
-            self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, throttles=self._throttles)
+            self._buckets[bucket] = ObjectStore(url, self._options, self._tuning)
         return self._buckets[bucket]
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
         reader = self.backend(path).open(file_path(path))
-        return CachedReader(reader, self._cache) if self._cache is not None and is_url(path) else reader
+        return open_cached(reader, self._cache) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
-        """Return a draft of a checkpoint that will appear at ``path``; raises like ``backend``."""
+        """Return a draft of a checkpoint that will appear at ``path``."""
         return self.backend(path).draft(file_path(path), save_id)
 
     def remove(self, path: str) -> list[str]:

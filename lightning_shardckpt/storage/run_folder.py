@@ -27,11 +27,10 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import checksum
-from lightning_shardckpt.storage.posix import errors_with_path, make_directories, sync_directory
+from lightning_shardckpt.storage.local_files import open_output, write_at
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
-from lightning_shardckpt.storage.temporaries import output_file
 from lightning_shardckpt.system.host import host_id, start_time
 
 HOLD_S, RENEW_S = 300.0, 60.0  # clocks of hosts may differ by the difference
@@ -106,17 +105,17 @@ class RunFolder:
     # --- evaluations ---
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return what ``add_evaluations`` has added, without a line that was cut by a crash."""
+        """Return what ``add_evaluations`` has added."""
         found = list[dict[str, Any]]()
         for line in (self._read(EVALUATIONS) or b"").splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError):  # a line that somebody has edited
                 value = json.loads(line)
                 found += [value] if isinstance(value, dict) and "save_id" in value else []
         return found
 
     def add_evaluations(self, *evaluations: Mapping[str, Any]) -> None:
-        """Add lines to ``evaluations.jsonl``, which are durable on return. An object is written anew."""
-        self._append(EVALUATIONS, map(json.dumps, evaluations))
+        """Add lines to ``evaluations.jsonl``, which is written anew by the follower, and durable on return."""
+        self._add_lines(EVALUATIONS, map(json.dumps, evaluations))
 
     def logged(self) -> set[str]:
         """Return what ``add_logged`` has added."""
@@ -124,7 +123,7 @@ class RunFolder:
 
     def add_logged(self, evaluations: Iterable[str]) -> None:
         """Note evaluations that the training has logged."""
-        self._append(_LOGGED, evaluations)
+        self._add_lines(_LOGGED, evaluations)
 
     # --- the follower and the end of the run ---
 
@@ -136,7 +135,7 @@ class RunFolder:
 
     def set_follower(self, follower: Follower | None) -> None:
         """Write the process that follows the run, or that none does."""
-        self._write(_FOLLOWER, None if follower is None else asdict(follower))
+        self._write(_FOLLOWER, None if follower is None else json.dumps(asdict(follower)))
 
     def is_followed(self, checkpoint: str | None = None) -> bool:
         """Return True if a process that is alive follows the run, or evaluates the checkpoint of a name."""
@@ -149,8 +148,7 @@ class RunFolder:
 
     def set_ended(self, has_ended: bool) -> None:
         """Write that the training has ended, or that it goes on."""
-        if has_ended or self.has_ended():
-            self._write(_ENDED, {"time": time.time()} if has_ended else None)
+        self._write(_ENDED, json.dumps({"time": time.time()}) if has_ended else None)
 
     # --- deletions ---
 
@@ -163,7 +161,7 @@ class RunFolder:
         if not self._names():
             return self._storage.remove(path)
         name = os.path.basename(path.rstrip("/"))
-        self._write(_request_of(name), {"checkpoint": name, "root": self._root_checksum(path)})
+        self._write(_request_of(name), json.dumps({"checkpoint": name, "root": self._root_checksum(path)}))
         return self.remove_requested()
 
     def is_requested(self, path: str) -> bool:
@@ -199,39 +197,24 @@ class RunFolder:
         return os.listdir(folder) if os.path.isdir(folder) else []
 
     def _read(self, name: str) -> bytes | None:
+        path = f"{self.path}/{name}"
         with suppress(FileNotFoundError, NotADirectoryError):
-            if self._objects is not None:
-                return self._objects.read_json(f"{self.path}/{name}")
-            return Path(self.path, name).read_bytes()
+            return Path(path).read_bytes() if self._objects is None else self._objects.get(path)[0]
         return None
 
-    def _write(self, name: str, value: Mapping[str, Any] | None) -> None:
-        """Write a file; without a value, delete it."""
-        path, content = f"{self.path}/{name}", json.dumps(value).encode()
+    def _write(self, name: str, text: str | None) -> None:
+        """Replace a file; without a text, delete it."""
+        path, content = f"{self.path}/{name}", (text or "").encode()
         if self._objects is not None:
-            if value is None:
-                self._objects.delete([path])
-            else:
-                self._objects.upload(path, [content])
-        elif value is None:
+            self._objects.delete([path]) if text is None else self._objects.upload(path, [content])
+        elif text is None:
             Path(path).unlink(missing_ok=True)
         else:
-            with output_file(path, overwrite=True) as (file, _):
-                os.write(file, content)
+            with open_output(path, is_file=True, replaceable=lambda path: True) as (create, _), create("") as file:
+                write_at(file, memoryview(content), 0)
 
-    def _append(self, name: str, texts: Iterable[str]) -> None:
-        lines, path = "".join(f"{text}\n" for text in texts).encode(), f"{self.path}/{name}"
-        if self._objects is not None:
-            self._objects.append(path, lines)
-            return
-        make_directories(os.path.dirname(path))
-        with errors_with_path(path), open(path, "a+b", buffering=0) as file:
-            if size := file.seek(0, os.SEEK_END):
-                file.seek(size - 1)
-                lines = lines if file.read(1) == b"\n" else b"\n" + lines  # after a line that was cut
-            file.write(lines)
-            os.fsync(file.fileno())
-        sync_directory(os.path.dirname(path))
+    def _add_lines(self, name: str, lines: Iterable[str]) -> None:
+        self._write(name, (self._read(name) or b"").decode() + "".join(f"{line}\n" for line in lines))
 
 
 def _request_of(name: str) -> str:

@@ -107,7 +107,7 @@ def test_a_save_that_fails_leaves_what_was_there(kind: str, storage: StorageRout
     if not is_first:
         assert load(storage, url) == FIRST
         return
-    with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
+    with pytest.raises(CheckpointNotFoundError, match="is not a complete checkpoint"):
         load(storage, url)
 
 
