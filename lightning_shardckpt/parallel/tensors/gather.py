@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.torch_autograd import after_backward, backward_number, in_backward, is_batched
-from lightning_shardckpt.compat.torch_distributed import reduce_scatter_single
+from lightning_shardckpt.compat.torch_autograd import is_batched
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, describe, model_shape, resolve_sharding
+from lightning_shardckpt.parallel.tensors.placement import Sharding, describe, model_shape, own_rows, resolve_sharding
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the tensor-parallel group on whose ranks its gradients are partial sums."""
@@ -48,7 +47,6 @@ class GatherItem:
         spec: the spec of the sharded tensor.
         whole_spec: the spec after the gather; None unless a tensor-parallel plan shards the tensor.
         shape: the shape of this rank's part over the tensor-parallel axes.
-        local: the shape of this rank's rows of that part.
         home: the device of the shard.
         partial: the group of `PARTIAL`, if any.
     """
@@ -58,7 +56,6 @@ class GatherItem:
     whole_spec: DTensorSpec | None
     sharding: Sharding
     shape: torch.Size
-    local: torch.Size
     home: torch.device
     partial: dist.ProcessGroup | None
 
@@ -66,22 +63,16 @@ class GatherItem:
     def of(cls, shard: DTensor) -> GatherItem:
         spec = spec_of(shard)
         sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
-        local, whole = local_tensor(shard), None
-        if sharding.model_mesh is spec.mesh:
-            whole = spec
-        elif sharding.model_mesh is not None:
+        whole = None
+        if sharding.model_mesh is not None:
             whole = DTensorSpec(sharding.model_mesh, sharding.model, tensor_meta=spec.tensor_meta)
         assert spec.tensor_meta is not None
         shape, partial = model_shape(spec.tensor_meta.shape, sharding), shard.__dict__.get(PARTIAL)
-        return cls(describe(shard), spec, whole, sharding, shape, local.shape, local.device, partial)
+        return cls(describe(shard), spec, whole, sharding, shape, local_tensor(shard).device, partial)
 
     def wrap(self, gathered: Tensor) -> Tensor:
         """Wrap a gathered tensor as the DTensor that the tensor-parallel plan expects, if the plan shards it."""
         return gathered if self.whole_spec is None else new_dtensor(gathered, self.whole_spec)
-
-    def _padded_numel(self, peers: Peers) -> int:
-        """Return the number of elements that each rank contributes to a flat buffer."""
-        return -(-self.shape[0] // peers.size) * self.shape[1:].numel()
 
     @torch.no_grad()
     def gather(self, local: Tensor, what: str, device: torch.device) -> Tensor:
@@ -95,8 +86,9 @@ class GatherItem:
         peers = self.sharding.shard
         if peers is None:
             return self.wrap(local.detach().to(device))
-        peers.announce(what)
-        flat = torch.empty(self._padded_numel(peers), dtype=local.dtype, device=device)
+        peers.share(what)
+        padded = -(-self.shape[0] // peers.size) * self.shape[1:].numel()
+        flat = torch.empty(padded, dtype=local.dtype, device=device)
         flat[: local.numel()].copy_(local.reshape(-1))
         memory = peers.gather_read(flat, what)  # no view of it, so that user code may change the result in place
         gathered = memory.new_empty(0).set_(memory.untyped_storage(), memory.storage_offset(), self.shape)  # type: ignore[call-overload]  # typed since 2.13
@@ -115,60 +107,20 @@ class GatherItem:
         Raises:
             UnsupportedCodeError: on every rank, if the ranks reduce gradients of different tensors.
         """
-        shard, replicate = self.sharding.shard, self.sharding.replicate
+        axes = [peers for peers in (self.sharding.shard, self.sharding.replicate) if peers is not None]
         exists = gradient is not None
-        for peers in (shard, replicate):
-            if peers is not None:
-                exists = any(numbers[0] for numbers in peers.compare(f"the gradient of {self.name}", float(exists)))
-                _announce_end(peers)
+        for peers in axes:
+            exists = any(numbers[0] for numbers in peers.compare(f"the gradient of {self.name}", float(exists)))
         if not exists:
             return None
-        meta = self.spec.tensor_meta
-        assert meta is not None
-        total = local_tensor(torch.zeros(self.shape, dtype=meta.dtype, device=device) if gradient is None else gradient)
-        if shard is not None or replicate is not None:
-            total = total / self.sharding.batches
-        if shard is not None:
-            total = self._reduce_scatter(total, shard)
-        if replicate is not None:
-            total = total.contiguous()
-            dist.all_reduce(total, group=replicate.group)
-        if self.partial is not None:
-            total = total.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.partial)
-        return new_dtensor(total.to(self.home), self.spec)
-
-    def _reduce_scatter(self, gradient: Tensor, peers: Peers) -> Tensor:
-        """Return this rank's rows of the sum over the shard axis."""
-        numel = self._padded_numel(peers)
-        rows = gradient.new_zeros(peers.size, numel)
-        rows.view(-1)[: gradient.numel()].copy_(gradient.reshape(-1))
-        if gradient.device.type == "cpu":  # gloo's reduce_scatter does the same, with a copy
-            dist.all_reduce(rows, group=peers.group)
-            reduced = rows[peers.rank].clone()
-        else:
-            reduced = rows.new_empty(numel)
-            reduce_scatter_single(reduced, rows.view(-1), group=peers.group)
-        return reduced[: self.local.numel()].view(self.local)
-
-
-_announced: dict[str, int] = {}
-"""By group: the number of the last backward whose end the ranks announce."""
-
-
-def _announce_end(peers: Peers) -> None:
-    """Announce the end of the running backward, so that ranks that reduce another gradient don't wait for this one.
-
-    Raises:
-        UnsupportedCodeError: at the end, on every rank, if another rank reduces one more gradient.
-    """
-
-    def end() -> None:
-        peers.compare("the end of a backward")
-
-    if in_backward() and _announced.get(peers.reads_name) != backward_number():
-        _announced[peers.reads_name] = backward_number()
-        after_backward(end)
+        if gradient is None:
+            assert self.spec.tensor_meta is not None
+            gradient = torch.zeros(self.shape, dtype=self.spec.tensor_meta.dtype, device=device)
+        total = local_tensor(gradient).contiguous() / self.sharding.batches
+        for group in (*(peers.group for peers in axes), self.partial):
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return new_dtensor(own_rows(total, self.sharding).to(self.home, copy=True), self.spec)
 
 
 def refuse_sparse(gradient: Tensor | None) -> None:
@@ -201,12 +153,6 @@ def gradient_or_none(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None or _ABSENT in gradient.__dict__ else gradient
 
 
-def _refuse_graph(name: str) -> NoReturn:
-    raise UnsupportedCodeError(
-        f"the gradient of {name} is differentiated (create_graph=True), but several ranks reduce it. {REMEDY}"
-    )
-
-
 class Gather(torch.autograd.Function):
     """Gathers a shard. The engine adds gradients of parameters of ``fully_shard`` after the backward."""
 
@@ -219,14 +165,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            _refuse_graph(ctx.item.name)
-        refuse_sparse(gradient)
-        if gradient is not None:
-            refuse_batched(gradient)
         gradient = gradient_or_none(gradient)
-        if isinstance(gradient, DTensor) and tuple(gradient.placements) != ctx.item.sharding.model:
-            gradient = gradient.redistribute(placements=ctx.item.sharding.model)
+        if gradient is not None:
+            gradient = reduce_part(ctx.item.sharding.model, ctx.item.name, gradient)
         reduced = ctx.item.reduce(gradient, ctx.device)
         if ctx.receive is not None:
             ctx.receive(reduced)
@@ -245,9 +186,15 @@ def mark_part(leaf: DTensor) -> None:
 
 
 def reduce_part(placements: Sequence[Placement], name: str, gradient: Tensor) -> Tensor:
-    """Return the gradient of a parameter with its placements, as `Gather` does."""
+    """Return the gradient of a parameter with its tensor-parallel placements.
+
+    Raises:
+        UnsupportedCodeError: for one that is sparse, batched, or to be differentiated.
+    """
     if torch.is_grad_enabled():
-        _refuse_graph(name)
+        raise UnsupportedCodeError(
+            f"the gradient of {name} is differentiated (create_graph=True), but several ranks reduce it. {REMEDY}"
+        )
     refuse_sparse(gradient)
     refuse_batched(gradient)
     if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(placements):  # such as a partial sum

@@ -32,7 +32,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
 from lightning_shardckpt.parallel.tensors.operations import wrap_hook
-from lightning_shardckpt.parallel.tensors.placement import NAME, resolve_sharding, rows_of, spec_over
+from lightning_shardckpt.parallel.tensors.placement import NAME, own_rows, resolve_sharding, spec_over
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, as_sharded
 
 
@@ -130,10 +130,7 @@ def _sharded(
         spec = spec_of(old)
     sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
     with torch.no_grad():
-        part = local_tensor(old).detach()
-        if sharding.shard is not None:
-            start, stop = rows_of(part.shape[0], sharding.shard)
-            part = part[start:stop]
+        part = own_rows(local_tensor(old).detach(), sharding)
         if part.is_meta:
             local = torch.empty(part.shape, dtype=part.dtype, device=device)
         else:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,11 +127,12 @@ def _joined(data_mesh: DeviceMesh, model_mesh: DeviceMesh, root: DeviceMesh) -> 
     return join_meshes([data_mesh, model_mesh])
 
 
-def rows_of(count: int, peers: Peers) -> tuple[int, int]:
-    """Return this rank's half-open range of ``count`` rows."""
-    each = -(-count // peers.size)
-    start = min(peers.rank * each, count)
-    return start, min(start + each, count)
+def own_rows(part: Tensor, sharding: Sharding) -> Tensor:
+    """Return this rank's rows of its tensor-parallel part of a tensor; they share its memory."""
+    if sharding.shard is None:
+        return part
+    each = -(-part.shape[0] // sharding.shard.size)
+    return part[sharding.shard.rank * each :][:each]
 
 
 def model_part(whole: Tensor, sharding: Sharding) -> Tensor:
@@ -142,11 +144,7 @@ def model_part(whole: Tensor, sharding: Sharding) -> Tensor:
 
 def local_part(whole: Tensor, sharding: Sharding) -> Tensor:
     """Return this rank's part of a whole tensor; may share its memory. No communication."""
-    part = model_part(whole, sharding)
-    if sharding.shard is None:
-        return part
-    start, stop = rows_of(part.shape[0], sharding.shard)
-    return part[start:stop]
+    return own_rows(model_part(whole, sharding), sharding)
 
 
 @lru_cache(maxsize=4096)
@@ -163,8 +161,14 @@ _FRAMEWORKS = (
     *("torch.", "lightning_shardckpt.compat."),
     *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
 )
-_TEXT_BYTES = 240
-_INLINE = 4  # numbers that fit into an announcement
+_SAME_MODULES = (
+    "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
+    "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
+)
+_SAME_READS = (
+    "Reading a sharded parameter is collective: every rank must execute that line, not only rank zero. So read it on "
+    "every rank, and print or log it on one"
+)
 _peers: dict[DeviceMesh, Peers] = {}
 
 
@@ -218,14 +222,27 @@ class Peers:
         position = len(self._entered)
         self._entered.append(purpose)
         if self._entered_before[position : position + 1] != [purpose]:
-            self._announce(purpose, (), is_read=False)
+            self.compare(purpose)
 
     def end_step(self, *, is_alike: bool) -> None:
         """Begin the next step; ``is_alike``: the ranks have verified that they entered the same collectives."""
         self._entered_before, self._entered = self._entered if is_alike else [], []
 
+    def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
+        """Wait for a collective of a module; on a GPU, only the current stream waits.
+
+        Raises:
+            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
+                CPUs.
+        """
+        assert work is not None  # this rank is in the group
+        if device.type == "cpu":
+            wait_for(work, purpose, self.ranks)
+        else:  # no timeout: NCCL would abort the communicator, and a late rank end the run
+            work.wait()
+
     def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:
-        """Compare ``done`` on all ranks, and return every rank's numbers, at most four.
+        """Compare ``done`` on all ranks, and return the numbers of every rank, as many on each.
 
         Args:
             done: what this rank did last.
@@ -239,110 +256,74 @@ class Peers:
 
     # --- reads of user code ---
 
-    def share(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, for a read by the running line of user code.
+    def share(self, what: str, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Return the numbers of every rank, as many on each, for a read by the running line of user code.
 
         Raises:
             UnsupportedCodeError: on every rank, if the ranks read different values.
             RankError: if a rank does not read within the timeout.
         """
-        is_wide = len(values) > _INLINE
-        every = self._announce(what, [float(len(values)), *(() if is_wide else values)])
-        if not is_wide:
-            return [numbers[1 : 1 + len(values)] for numbers in every]
-        own = torch.tensor(values, dtype=torch.float64)
-        return [part.tolist() for part in self.gather_read(own, what).view(self.size, -1)]
-
-    def announce(self, what: str) -> None:
-        """Check that all ranks read the same value; raises as `share` does."""
-        self._announce(what, ())
+        return self._announce(f"{what} ({calling_line()})", numbers, is_read=True)
 
     def gather_read(self, flat: Tensor, what: str) -> Tensor:
-        """Return the flat tensors of all ranks, concatenated. Collective. Call `announce` before."""
-        group = self.reads if flat.device.type == "cpu" else self.group
+        """Return the flat tensors of all ranks, concatenated. Collective. Call `share` before."""
         every = flat.new_empty(self.size * flat.numel())
-        work = all_gather_single(every, flat.contiguous(), group=group, async_op=True)
-        self.wait(work, what, flat.device, number=self._announcements)
+        if flat.device.type == "cpu":
+            self._wait(all_gather_single(every, flat.contiguous(), group=self.reads, async_op=True), what, is_read=True)
+        else:
+            all_gather_single(every, flat.contiguous(), group=self.group)
         return every
 
     def broadcast_read(self, flat: Tensor, what: str) -> None:
-        """Broadcast a CPU tensor from the first rank. Collective. Call `announce` before."""
-        work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
-        self.wait(work, what, flat.device, number=self._announcements)
+        """Broadcast a CPU tensor from the first rank. Collective. Call `share` before."""
+        self._wait(dist.broadcast(flat, group=self.reads, group_src=0, async_op=True), what, is_read=True)
 
-    def _announce(
-        self, what: str, numbers: Sequence[float], *, is_read: bool = True, before: int = 0
-    ) -> list[list[float]]:
+    # --- announcements ---
+
+    def _announce(self, what: str, numbers: Sequence[float], *, is_read: bool, before: int = 0) -> list[list[float]]:
         self._announcements += 1
-        line = f" ({calling_line()})" if is_read else ""
-        marks = [float(self._announcements), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode(), before))]
-        own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
-        own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
+        own = torch.zeros(4, dtype=torch.float64)  # of one length: ranks may announce with and without a number
+        own[: 2 + len(numbers)] = torch.tensor(
+            [self._announcements, zlib.crc32(what.encode(), before), *numbers], dtype=torch.float64
+        )
         gathered = own.new_empty(self.size * own.numel())
-        work = all_gather_single(gathered, own, group=self.reads, async_op=True)
-        self.wait(work, f"{what}{line}", own.device, number=self._announcements, is_read=is_read)
+        self._wait(all_gather_single(gathered, own, group=self.reads, async_op=True), what, is_read=is_read)
         every = gathered.view(self.size, -1).tolist()
-        if any(row[: len(marks)] != every[0][: len(marks)] for row in every):
-            self._refuse(f"{what}{line}", is_read=is_read)
-        return [row[len(marks) :] for row in every]
+        if any(row[:2] != every[0][:2] for row in every):
+            self._refuse(what, is_read=is_read)
+        return [row[2 : 2 + len(numbers)] for row in every]
 
     def _refuse(self, what: str, *, is_read: bool) -> None:
-        own = torch.zeros(1 + _TEXT_BYTES, dtype=torch.uint8)
-        text = what.encode()[:_TEXT_BYTES]
-        own[0], own[1 : 1 + len(text)] = is_read, torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        gathered = own.new_empty(self.size * own.numel())
-        wait_for(all_gather_single(gathered, own, group=self.reads, async_op=True), what, self.ranks)
-        rows = [bytes(row.tolist()) for row in gathered.view(self.size, -1)]
-        texts = [row[1:].rstrip(b"\0").decode(errors="replace") for row in rows]
-        if len({*rows}) == 1:
-            raise UnsupportedCodeError(f"the ranks ran different modules before {texts[0]}. {_SAME_MODULES}")
-        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
-        if any(row[0] for row in rows):
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, (is_read, what), group=self.reads)
+        if len({*every}) == 1:
+            raise UnsupportedCodeError(f"the ranks ran different modules before {what}. {_SAME_MODULES}")
+        if any(reads for reads, _ in every):
             problem, advice = "the ranks ask for values of different sharded tensors at a time", _SAME_READS
         else:
             problem, advice = "the ranks gather parameters of different modules at a time", _SAME_MODULES
+        each = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in zip(self.ranks, every, strict=True))
         raise UnsupportedCodeError(f"{problem}: {each}. {advice}")
 
-    def wait(
-        self,
-        work: dist.Work | None,
-        what: str,
-        device: torch.device,
-        *,
-        number: int | None = None,
-        is_read: bool = True,
-    ) -> None:
-        """Wait for the announcement ``number`` or the read after it; None for other collectives.
+    def _wait(self, work: dist.Work | None, what: str, *, is_read: bool) -> None:
+        """Wait for the last announcement, or for the read after it. Only reads have a timeout.
 
-        On a GPU, only the current stream waits. Only reads have a timeout.
-
-        Raises:
-            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
-                CPUs.
+        Posts to the store where this rank waits, and raises if another rank has found that it waits elsewhere.
         """
-        assert work is not None  # this rank is in the group
-        if device.type != "cpu":  # no timeout: NCCL would abort the communicator, and a late rank end the run
-            work.wait()
-            return
-        begun = time.monotonic()
+        begun, number = time.monotonic(), self._announcements
+        verb, advice = ("asks for", _SAME_READS) if is_read else ("has come to", _SAME_MODULES)
 
         def look() -> None:
-            assert number is not None
-            self._post_notice(what, number, is_read=is_read)
+            self._store.set(f"waits/{number}", f"{dist.get_rank()}\n{verb} {what}\n{advice}")
+            if (conflict := get_if_set(self._store, f"conflict/{number}")) is not None:
+                raise UnsupportedCodeError(conflict.decode())
             if is_read and time.monotonic() - begun > self.timeout_s:
                 raise RankError(
                     f"rank {dist.get_rank()} asks for {what}, but within {self.timeout_s:g} s not all of the ranks "
                     f"{self.ranks} did. {_SAME_READS}"
                 )
 
-        wait_for(work, what, self.ranks, None if number is None else look)
-
-    def _post_notice(self, what: str, number: int, *, is_read: bool) -> None:
-        """Post to the store where this rank waits; raise if another rank has found that it waits elsewhere."""
-        verb, advice = ("asks for", _SAME_READS) if is_read else ("has come to", _SAME_MODULES)
-        self._store.set(f"waits/{number}", f"{dist.get_rank()}\n{verb} {what}\n{advice}")
-        if (conflict := get_if_set(self._store, f"conflict/{number}")) is not None:
-            raise UnsupportedCodeError(conflict.decode())
+        wait_for(work, what, self.ranks, look)
 
     def raise_if_awaited(self, purpose: str, ranks: Collection[int], seen: set[str]) -> None:
         """Look for the notice of a rank that waits in the next announcement, which this rank has not made.
@@ -371,16 +352,6 @@ class Peers:
     @property
     def _store(self) -> Store:
         return prefix_store(current_world().store, f"shardckpt-reads-{self.reads_name}")
-
-
-_SAME_MODULES = (
-    "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
-    "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
-)
-_SAME_READS = (
-    "Reading a sharded parameter is collective: every rank must execute that line, not only rank zero. So read it on "
-    "every rank, and print or log it on one"
-)
 
 
 def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:

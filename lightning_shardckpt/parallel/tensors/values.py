@@ -81,7 +81,7 @@ def gather_whole(
         whole = item.gather(local_tensor(tensor), what, device)
     if on_model_axes and isinstance(whole, DTensor):
         for peers in _model_axes(item.sharding):
-            peers.announce(what)
+            peers.share(what)
         replicated = [Replicate()] * whole.device_mesh.ndim
         whole = whole.redistribute(placements=replicated).to_local(grad_placements=replicated)
     if whole.grad_fn is not None:
