@@ -53,26 +53,6 @@ def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def detect_local_anomalies() -> Callable[[], None]:
-    """Make ``torch.autograd.detect_anomaly`` check the local tensor of a DTensor, for which torch has no strategy.
-
-    Relies on the handlers of DTensor's dispatcher. Only a rank that finds NaN raises, as in autograd.
-
-    Returns:
-        The undo function.
-    """
-
-    def handler(op: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return op(local_tensor(args[0]))
-
-    handlers: dict[object, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]  # typed later
-    operation = torch.ops.aten._is_any_true.default
-    if operation in handlers:  # a later version of torch may have its own
-        return lambda: None
-    handlers[operation] = handler
-    return lambda: handlers.pop(operation, None) and None
-
-
 def replace_local(tensor: DTensor, other: DTensor) -> None:
     """Give a DTensor the local tensor and the spec of another; other fields stay unchanged."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec

@@ -17,16 +17,8 @@ from torch.utils import _foreach_utils as clipping
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running in this thread."""
-    return backward_number() != -1
-
-
-def backward_number() -> int:
-    """Return a number of the backward pass that runs in this thread; -1 for none.
-
-    Relies on ``torch._C._current_graph_task_id``.
-    """
-    return int(torch._C._current_graph_task_id())
+    """Return whether a backward pass is running in this thread. Relies on ``torch._C._current_graph_task_id``."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def after_backward(function: Callable[[], None]) -> None:

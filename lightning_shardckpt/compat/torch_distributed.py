@@ -1,8 +1,7 @@
 """Private names of torch.distributed: collectives, groups, the store, and orders of pipeline schedules.
 
-Checked with torch 2.12 to 2.15. Torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` to
-``all_gather_single`` and ``reduce_scatter_single``, and warns of the old names; torch 2.12 has only these. They are
-looked up at each call, so that `watch_collectives` sees the call."""
+Checked with torch 2.12 to 2.15. Torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single``, and warns of
+the old name. It is looked up at each call, so that `watch_collectives` sees the call."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from lightning_shardckpt.system.tensor_digest import byte_view
 
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
@@ -44,25 +42,6 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
         The work to wait for, with ``async_op``; else None.
     """
     return getattr(dist, _ALL_GATHER)(byte_view(output), byte_view(own), group=group, async_op=async_op)
-
-
-def reduce_scatter_single(
-    output: Tensor, all_parts: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
-) -> Any:
-    """Fill ``output`` with the sum over ranks of this rank's part. Collective: every rank of ``group`` must call it.
-
-    Args:
-        output: contiguous, of the shape of a part.
-        all_parts: contiguous, the parts of all ranks in turn.
-        group: None for the world.
-        async_op: return before the end.
-
-    Returns:
-        The work to wait for, with ``async_op``; else None.
-    """
-    if output.is_complex():  # not supported by NCCL
-        output, all_parts = torch.view_as_real(output), torch.view_as_real(all_parts)
-    return getattr(dist, _REDUCE_SCATTER)(output, all_parts, group=group, async_op=async_op)
 
 
 _COLLECTIVES = [
@@ -181,7 +160,7 @@ def abort_accelerators() -> None:
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-__all__ = ["Store", "default_store", "get_if_set", "clone_store", "prefix_store", "put_bytes"]
+__all__ = ["PrefixStore", "Store", "default_store", "get_if_set", "clone_store", "put_bytes"]
 
 _NO_VALUE = "?"
 
@@ -208,11 +187,6 @@ def clone_store(store: Store, prefix: str) -> Store:
     torch's stub lacks.
     """
     return PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-
-
-def prefix_store(store: Store, prefix: str) -> Store:
-    """Return the same store through the same connection, with a prefix before every key."""
-    return PrefixStore(prefix, store)
 
 
 def put_bytes(store: Store, key: str, value: bytes) -> None:

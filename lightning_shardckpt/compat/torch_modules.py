@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 # ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,18 +107,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Itself:
-    """A method that returns its module; in a deep copy of the module, the copy."""
+    """A method that returns its module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module | None:
         return self._module()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Itself:
-        module = self._module()
-        assert module is not None  # it is being copied
-        return _Itself(memo.get(id(module), module))
 
 
 def reset_method(module: nn.Module) -> Callable[..., Any] | None:
@@ -161,8 +155,8 @@ def argument_hooks(module: nn.Module) -> frozenset[int]:
     return frozenset(module._forward_pre_hooks)
 
 
-def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
-    """Remove all hooks of a module except those with these handle ids.
+def keep_hooks(module: nn.Module, kept: Container[int] = ()) -> None:
+    """Remove all hooks of a module, also of state dicts, except those with these handle ids.
 
     Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
     """
@@ -192,19 +186,17 @@ def without_global_hooks() -> Iterator[None]:
             of.update(were)
 
 
-def clear_hooks(module: nn.Module) -> None:
-    """Remove all hooks of a module: forward, backward and state dict hooks."""
-    keep_hooks(module, ())
-
-
 # ── registered tensors ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BatchNorm = _BatchNorm
-"""The base class of batch norms, including synchronized and lazy ones."""
+BatchNorm = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+"""The classes of batch norms."""
 
-NormWithStatistics = (_BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""The base classes of norms with running statistics."""
+NormWithStatistics = (*BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""The classes of norms with running statistics."""
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

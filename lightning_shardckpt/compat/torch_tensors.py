@@ -122,7 +122,7 @@ def storage_uses(tensor: Tensor) -> int:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Overload: TypeAlias = torch._ops.OpOverload[..., Any]
+Overload: TypeAlias = Any
 """An operator in a dispatch mode, such as ``torch.ops.aten.add.Tensor``."""
 
 

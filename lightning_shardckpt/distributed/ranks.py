@@ -20,7 +20,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 import torch.distributed as dist
 
 from lightning_shardckpt import errors
-from lightning_shardckpt.compat.torch_distributed import Store, get_if_set, prefix_store, put_bytes
+from lightning_shardckpt.compat.torch_distributed import PrefixStore, Store, get_if_set, put_bytes
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
 from lightning_shardckpt.distributed.world import World, current_world, raise_if_lost, watch_run
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
@@ -107,7 +107,7 @@ class Ranks:
         self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
         self._store: Store | None = None
         if store is not None:
-            self._store = prefix_store(store, f"shardckpt-{next(_instances) if name is None else name}")
+            self._store = PrefixStore(f"shardckpt-{next(_instances) if name is None else name}", store)
             self._watched = World(self._store, rank, world) if members is None else current_world()
 
     @classmethod

@@ -198,7 +198,6 @@ if trainer.global_rank == 0:
 WHILE_IT_TRAINS = {
     "Function.apply",  # custom functions get whole tensors
     "deepcopy of Parameter",  # the gradients of copies are averaged
-    "DTensor handler of aten._is_any_true.default",  # detect_anomaly
     "lists of torch.optim.optimizer",  # sharded tensors among them
     "lists of torch.utils._foreach_utils",
     "torchmetrics.metric.gather_all_tensors",  # over the data-parallel ranks

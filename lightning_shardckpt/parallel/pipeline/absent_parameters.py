@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
+from lightning_shardckpt.compat.torch_modules import keep_hooks, parameter_slots, unregister_tensors, withhold_state
 from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
     gradient_hooks,
@@ -169,5 +169,5 @@ def _strip(module: nn.Module, fqn: str) -> None:
         )
 
     unregister_tensors(module)
-    clear_hooks(module)
+    keep_hooks(module)
     withhold_state(module, refuse)  # the stage that has the module saves and loads it

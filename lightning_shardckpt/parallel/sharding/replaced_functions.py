@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shardckpt.compat.dtensor import detect_local_anomalies
 from lightning_shardckpt.compat.torch_autograd import (
     allow_lists_of,
     change_arguments,
@@ -32,14 +31,13 @@ def replace_functions() -> None:
     * ``autograd.Function.apply`` gathers sharded arguments.
     * ``torch.autograd.grad`` in a backward refuses gathered arguments that are unused there.
     * ``copy.deepcopy`` of a parameter makes the copy average its gradients as the original does.
-    * ``detect_anomaly`` on a DTensor looks at this rank's rows.
     * Hooks of the user on autograd nodes are refused.
     * torch's optimizers and clipping choose functions of lists for sharded tensors on GPUs, as for plain ones.
     """
     if not _restore:
         _restore.extend([change_arguments(_prepare_arguments), on_deepcopy(average_gradients_of_copy)])
         _restore.append(check_unused_inputs(refuse_unused_copies))
-        _restore.extend([detect_local_anomalies(), on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
+        _restore.extend([on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
 
 
 def restore_functions() -> None:

@@ -32,11 +32,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
 from lightning_shardckpt.compat.torch_distributed import (
-    Store,
+    PrefixStore,
     all_gather_single,
     get_if_set,
     group_of_name,
-    prefix_store,
 )
 from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group, notices, wait_for
 from lightning_shardckpt.distributed.world import current_world
@@ -350,8 +349,8 @@ class Peers:
         seen.add(key)
 
     @property
-    def _store(self) -> Store:
-        return prefix_store(current_world().store, f"shardckpt-reads-{self.reads_name}")
+    def _store(self) -> PrefixStore:
+        return PrefixStore(f"shardckpt-reads-{self.reads_name}", current_world().store)
 
 
 def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
