@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.dtensor import local_tensor, spec_of
+from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_distributed import group_of_name
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import GATHERED, Gather, GatherItem
-from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, axis_peers, resolve_sharding
+from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, axis_peers, local_part, resolve_sharding
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
@@ -128,6 +128,19 @@ def _join_stages(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any
             sent = broadcast_object(value.cpu() if isinstance(value, Tensor) else value, source, group)
             entries[name] = value if group.rank() == source else sent
     return entries
+
+
+class Scatter(torch.autograd.Function):
+    """Shards a plain tensor, equal on all ranks, as another tensor is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, like: DTensor) -> DTensor:
+        ctx.placements = like.placements
+        return new_dtensor(local_part(value.detach(), sharding_of(like)).clone(), spec_of(like))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
+        return gather_whole(gradient.redistribute(placements=ctx.placements), "gradients"), None
 
 
 def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:

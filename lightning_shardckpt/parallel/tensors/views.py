@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_tensors import map_tensors, memory_id, version_of, without_torch_function
-from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gathered_weights import version_key
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.tensors.placement import describe, local_part
+from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import (
     LEAF,
     TAKES_PRECEDENCE,
@@ -27,7 +26,7 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     new_like,
     tensors_in,
 )
-from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
 
 
 class ShardView(Tensor):
@@ -69,26 +68,20 @@ class GatheredTensor:
             self.version = version_key(self.shards)
 
     def write_back(self, what: str) -> None:
-        """Copy the whole tensor into the shards.
-
-        Raises:
-            UnsupportedCodeError: if the tensor has a history, or is not equal on all ranks.
-        """
+        """Copy the whole tensor, which must be equal on all ranks, into the shards, with its history."""
         sharding = sharding_of(self.shards)
-        with torch.no_grad():
-            if self.whole.requires_grad and not self.shards.requires_grad:
-                raise UnsupportedCodeError(
-                    f"{what} writes values that require a gradient into {describe(self.shards)}, which is sharded "
-                    "without a history. Use a function that returns a new tensor, or torch.no_grad()."
-                )
-            check_equal_on_ranks(self.whole, sharding, what)
-            local_tensor(self.shards).copy_(local_part(self.whole, sharding))
-        increment_version(self.shards)
+        check_equal_on_ranks(self.whole.detach(), sharding, what)
+        if torch.is_grad_enabled() and self.whole.requires_grad:
+            self.shards.copy_(Scatter.apply(self.whole, self.shards))  # type: ignore[no-untyped-call]  # torch's
+        else:
+            with torch.no_grad():
+                local_tensor(self.shards).copy_(local_part(self.whole, sharding))
+            increment_version(self.shards)
         self.version = version_key(self.shards)
 
 
-_kept: dict[int, GatheredTensor] | None = None
-"""Parameters that the running step has gathered for autograd, by id; None between steps."""
+_kept: dict[tuple[int, bool], GatheredTensor] | None = None
+"""Parameters that the running step has gathered for autograd; None between steps."""
 
 
 @contextmanager
@@ -102,21 +95,24 @@ def keep_gathered() -> Iterator[None]:
         _kept = before
 
 
-def _gather(tensor: DTensor, what: str) -> GatheredTensor:
+def _gather(tensor: DTensor, what: str, *, on_model_axes: bool) -> GatheredTensor:
     """Gather a tensor, or return the one that `keep_gathered` kept."""
-    kept, version = _kept, version_key(tensor)
-    if kept is None or not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf):
-        return GatheredTensor(tensor, gather_whole(tensor, what), version)
-    if id(tensor) not in kept or kept[id(tensor)].version != version:
-        kept[id(tensor)] = GatheredTensor(tensor, gather_whole(tensor, what), version)
-    return kept[id(tensor)]
+    key, version = (id(tensor), on_model_axes), version_key(tensor)
+    kept = _kept if torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf else None
+    if kept is not None and key in kept and kept[key].version == version:
+        return kept[key]
+    gathered = GatheredTensor(tensor, gather_whole(tensor, what, on_model_axes=on_model_axes), version)
+    if kept is not None:
+        kept[key] = gathered
+    return gathered
 
 
 def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on gathered tensors; values that it writes into their memory reach the shards.
 
     A result over such memory is the sharded tensor itself if that was written, and else a view of it. All other results
-    are plain. Collective: every rank that has a shard must call it.
+    are plain; beside activations of a tensor-parallel plan, parameters are DTensors as the plan shards them.
+    Collective: every rank that has a shard must call it.
     """
     with without_torch_function():
         name = name_of(func)
@@ -126,6 +122,8 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 leaf = target._origin.shards if isinstance(target, ShardView) else target
                 if leaf.requires_grad and leaf.is_leaf:
                     raise RuntimeError(LEAF)
+        tensors = tensors_in(args, kwargs)
+        on_model_axes = bool(written) or not any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors)
         origins: dict[int, GatheredTensor] = {}  # by memory
         arguments: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id: itself, the plain one, and that one's version
 
@@ -136,11 +134,15 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 origin, plain = value._origin, value.as_subclass(Tensor)
                 origin.refresh()
             elif isinstance(value, DTensor) and is_sharded(value):
-                origin = _gather(value, name)
+                origin = _gather(value, name, on_model_axes=on_model_axes)
                 plain = origin.whole
+                if torch.is_grad_enabled() and any(value is target for target in written):
+                    plain = plain.clone()  # which autograd allows to change in place
+                    origin = GatheredTensor(value, plain, origin.version)
             else:
                 return value
-            origins[_memory(plain)] = origin
+            if not isinstance(plain, DTensor):
+                origins[_memory(plain)] = origin
             arguments[id(value)] = value, plain, version_of(plain)
             return plain
 
