@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,20 +20,10 @@ from torch import nn
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint import (
-    Filling,
-    LoadResult,
-    is_torch_file,
-    leave_unmarked,
-    load,
-    load_full,
-    save,
-    save_async,
-)
+from lightning_shardckpt.checkpoint.checkpoint import is_torch_file, load_full, save, save_async
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
 from lightning_shardckpt.checkpoint.load_job import LoadOptions
-from lightning_shardckpt.checkpoint.match import LoadTargets
-from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
+from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.safetensors_export import export_beside
@@ -42,24 +31,12 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.state_dicts import (
-    KEYS,
-    VERSION,
-    is_lightning_dict,
-    lift_state_dicts,
-    states_of_checkpoint,
-)
+from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, lift_state_dicts, states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
-
-_WITHOUT_STRATEGY = (
-    "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
-    "strategy set strict_loading=False on the LightningModule."
-)
 
 
 class ShardCkptIO(CheckpointIO):
@@ -121,22 +98,16 @@ class ShardCkptIO(CheckpointIO):
         key_mapping: dict[str, str | None] | Callable[[str], Any] | None = None,
         pickle_objects: bool = False,
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, replicas)
         if export not in (None, "huggingface"):
             raise ValueError(f'export is "huggingface" or None, got {export!r}')
         if adapters_only and export is not None:
             raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
-        self.is_async, self._exports = use_async, export is not None
-        self._saves_in_background = False
-        self.load_options = LoadOptions(verify=verify)
-        self.key_mapping = KeyMapping.of(key_mapping)
-        self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
-        self.storage: Storage = StorageRouter(
-            LocalStorage(sync_files=sync_files),
-            storage_options=storage_options,
-            pre_download=pre_download,
-        )
-        self._group = SaveGroup()
+        self.save_options, self.load_options = SaveOptions(size_per_shard, replicas), LoadOptions(verify=verify)
+        self.is_async, self._exports, self.key_mapping = use_async, export is not None, KeyMapping.of(key_mapping)
+        self._described_by = {"adapters_only": adapters_only, "pickle_objects": pickle_objects}
+        local = LocalStorage(sync_files=sync_files)
+        self.storage = StorageRouter(local, storage_options=storage_options, pre_download=pre_download)
+        self._group, self._saves_in_background = SaveGroup(), False
         self._module: nn.Module | None = None
         self._topology: Mapping[str, int] = {}
         self.names = WholeNames()
@@ -158,6 +129,16 @@ class ShardCkptIO(CheckpointIO):
         self._group.ranks, self._module = ranks, module
         self._topology, self.names = topology, names or WholeNames()
 
+    def enable_async(self, ranks: Ranks) -> None:
+        """Save asynchronously until ``teardown`` or ``leave``, if that was chosen.
+
+        Args:
+            ranks: the ranks that save together; for exclusive use by the writing thread.
+        """
+        if self.is_async:
+            self._group.background.drain()
+            self._group.background, self._saves_in_background = Background(ranks), True
+
     def teardown(self) -> None:
         """Wait for asynchronous saves, as ``wait`` does, free their memory, and undo ``attach``.
 
@@ -166,8 +147,8 @@ class ShardCkptIO(CheckpointIO):
         try:
             self.wait()
         finally:
-            self._save_synchronously()
-            self._group, self._module, self._topology, self.names = SaveGroup(), None, {}, WholeNames()
+            self._group, self._saves_in_background = SaveGroup(), False
+            self._module, self._topology, self.names = None, {}, WholeNames()
 
     def leave(self, error: BaseException) -> None:
         """Finish queued saves on a rank that got an exception, which other ranks may not have got.
@@ -178,8 +159,8 @@ class ShardCkptIO(CheckpointIO):
             error: the exception; failures of the queued saves are added to it as notes.
         """
         self._group.background.leave(error)
-        self._warn(self._notes())
-        self._save_synchronously()
+        self._warn(self._group.background.notes())
+        self._group.background, self._saves_in_background = Background(Ranks.alone()), False
 
     # --- save ---
 
@@ -202,66 +183,49 @@ class ShardCkptIO(CheckpointIO):
             ValueError: for ``storage_options`` with a path of the file system.
             StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
-        path, group = file_path(path), self._group
-        storage = self._storage_for(path, storage_options)
+        self.save(lambda: checkpoint, path, run_info(checkpoint, self._topology), storage_options)
+
+    def save(
+        self,
+        collect: Callable[[], dict[str, Any]],
+        path: str | os.PathLike[str],
+        run: RunInfo,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        """Save like ``save_checkpoint`` the dict that ``collect`` returns, whose error reaches all ranks."""
+        path, group, storage = file_path(path), self._group, self.storage
+        if storage_options is not None:
+            if not is_url(path):
+                raise ValueError(f"storage_options are for URLs, and {path!r} is none: leave out {storage_options!r}")
+            storage = storage.with_options(storage_options)
         if not self._saves_in_background and self._module is None:  # otherwise the strategy enables it
             self.enable_async(Ranks.alone())
-        background, run = group.background, run_info(checkpoint, self._topology)
-        describe = partial(self._describe, checkpoint)
+        describe, notes = partial(self._describe, collect), list[str]()
         shared: dict[str, Any] = {"ranks": group.ranks, "run": run, "options": self.save_options}
         shared |= {"storage": storage, "plans": group.plans}
-        saved = list[str]()
         if self._saves_in_background:
-            save_async(path, describe, background=background, **shared)
+            save_async(path, describe, background=group.background, **shared)
         else:
-            background.settle(group.ranks, before=path)
-            saved += save(path, describe, **shared)
+            group.background.settle(group.ranks, before=path)
+            notes += save(path, describe, **shared)
         if self._exports and group.ranks.rank == 0:
             export = partial(export_beside, absolute_path(path), storage)
-            background.follow(path, export, "not exported for transformers")
-        self._warn([*(["\n".join(saved)] if saved else []), *self._notes()])
+            group.background.follow(path, export, "not exported for transformers")
+        self._warn([*notes, *group.background.notes()])
 
-    def _describe(self, checkpoint: dict[str, Any]) -> Snapshot:
+    def _describe(self, collect: Callable[[], dict[str, Any]]) -> Snapshot:
         """Return this rank's part of a save of a checkpoint dict, or without a module also of a state of Fabric."""
-        state, module = {key: value for key, value in checkpoint.items() if key != RANK_STATE}, self._module
-        if module is None and self.adapters_only:
+        checkpoint, module = collect(), self._module
+        state = {key: value for key, value in checkpoint.items() if key != RANK_STATE}
+        if module is None and self._described_by["adapters_only"]:
             raise StateError(
                 "ShardCkptIO(adapters_only=True) needs the module to find its frozen parameters, and Lightning's own "
                 "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
             )
         if module is None and not (is_lightning_dict(checkpoint) and (VERSION in checkpoint or not self._is_fabric)):
             state = lift_state_dicts(checkpoint)
-        return describe_checkpoint(
-            state,
-            self._group,
-            module,
-            self.names,
-            rank_state=checkpoint.get(RANK_STATE),
-            adapters_only=self.adapters_only,
-            pickle_objects=self.pickle_objects,
-        )
-
-    def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
-        if options is None:
-            return self.storage
-        if not is_url(path) or not isinstance(self.storage, StorageRouter):
-            raise ValueError(f"storage_options are for URLs, and {path!r} is not a URL: leave out {options!r}")
-        return self.storage.with_options(options)
-
-    # --- asynchronous saves ---
-
-    def enable_async(self, ranks: Ranks) -> None:
-        """Save asynchronously until ``teardown`` or ``leave``, if that was chosen.
-
-        Args:
-            ranks: the ranks that save together; for exclusive use by the writing thread.
-        """
-        if self.is_async:
-            self._group.background.drain()
-            self._group.background, self._saves_in_background = Background(ranks), True
-
-    def _save_synchronously(self) -> None:
-        self._group.background, self._saves_in_background = Background(Ranks.alone()), False
+        rank_state, options = checkpoint.get(RANK_STATE), self._described_by
+        return describe_checkpoint(state, self._group, module, self.names, rank_state=rank_state, **options)
 
     def wait(self) -> None:
         """Wait until all asynchronous saves are complete (durable with ``sync_files``) and all removals are done.
@@ -274,12 +238,7 @@ class ShardCkptIO(CheckpointIO):
         try:
             self._group.background.settle(self._group.ranks)
         finally:
-            self._warn(self._notes())
-
-    def _notes(self) -> list[str]:
-        """Return what the background has noted for the user since the last call, as one text, or none."""
-        notes = self._group.background.notes()
-        return ["\n".join(notes)] if notes else []
+            self._warn(self._group.background.notes())
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._group.ranks.rank == 0:
@@ -312,75 +271,33 @@ class ShardCkptIO(CheckpointIO):
         checkpoint = self.load_whole(path, map_location, weights_only)
         if self._is_fabric:
             return states_of_checkpoint(checkpoint)
-        if is_torch_file(path := file_path(path)):
-            if is_lightning_dict(checkpoint):
-                return checkpoint
-            lifted = lift_state_dicts(checkpoint, only="model")
-            if KEYS not in lifted:
-                return checkpoint
-            checkpoint = lifted
-        return as_trainer_checkpoint(checkpoint, path)
+        if is_torch_file(file_path(path)) and not is_lightning_dict(checkpoint):
+            checkpoint = lift_state_dicts(checkpoint, only="model")
+        return as_trainer_checkpoint(checkpoint, file_path(path))
 
     def load_whole(
-        self,
-        path: str | os.PathLike[str],
-        map_location: MAP_LOCATION = None,
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], map_location: MAP_LOCATION = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the whole checkpoint unchanged: of a Trainer, of Fabric, or of another program. Not collective.
 
         Arguments and errors are as in ``load_checkpoint``.
         """
         drain_all()
-        path = file_path(path)
-        safe = weights_only is not False
+        path, safe = file_path(path), weights_only is not False
         if is_torch_file(path):
             plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return plain
         verify, storage = self.load_options.verify, self.storage
         checkpoint = load_full(path, map_location, verify=verify, weights_only=safe, storage=storage)
         if frozen := checkpoint.pop(FROZEN, None):
-            self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
+            self._warn(
+                [
+                    f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: it was saved with "
+                    "adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
+                    "strategy set strict_loading=False on the LightningModule."
+                ]
+            )
         return checkpoint
-
-    def load_into(
-        self,
-        path: str | os.PathLike[str],
-        targets: LoadTargets,
-        *,
-        strict: bool,
-        weights_only: bool | None = None,
-        pick_rank: Callable[[Any], int] | None = None,
-        filling: Filling = leave_unmarked,
-    ) -> LoadResult:
-        """Load a checkpoint of any topology, or of another format, straight into live tensors.
-
-        Collective: every rank must call it.
-
-        Args:
-            path: the checkpoint.
-            targets: the live objects to fill.
-            strict: raise one MismatchError for all differences instead of loading the rest.
-            weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
-            pick_rank: see ``checkpoint.load``.
-            filling: see ``checkpoint.load``.
-
-        Returns:
-            The rest of the checkpoint; see ``checkpoint.load``.
-        """
-        drain_all()
-        options = replace(self.load_options, strict=strict, weights_only=weights_only is not False)
-        result = load(
-            file_path(path),
-            targets,
-            ranks=self._group.ranks,
-            options=options,
-            filling=filling,
-            pick_rank=pick_rank,
-            storage=self.storage,
-        )
-        self._warn(result.notes)
-        return result
 
     # --- remove ---
 
@@ -391,37 +308,31 @@ class ShardCkptIO(CheckpointIO):
         an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
         ``path`` stays, with a warning. A checkpoint that ``shardckpt follow`` evaluates is deleted after that.
         """
-        remove = partial(_remove_any, absolute_path(path), self.storage)  # it may wait, and a chdir come first
-        self._group.background.remove(file_path(path), remove)
-        self._warn(self._notes())
+        background = self._group.background
+        # the removal may wait, and a chdir come first
+        background.remove(file_path(path), partial(_remove_any, absolute_path(path), self.storage))
+        self._warn(background.notes())
 
 
-def _remove_any(path: str, storage: Storage) -> list[str]:
+def _remove_any(path: str, storage: StorageRouter) -> list[str]:
     """Delete the checkpoint, link, plain file or object at a path or URL, if there is one; see ``RunFolder.remove``.
-
-    Does not raise OSErrors, so that training goes on.
 
     Returns:
         Sentences about files that could not be deleted.
     """
-    try:
-        if is_url(path) and isinstance(storage, StorageRouter):
-            objects = storage.objects(path)
-            if objects.exists(path):
-                objects.delete([path])
-                return []
-            if not any(stat.size for stat in objects.list(path).values()):
-                return []
-        elif not os.path.lexists(path):
+    if is_url(path):
+        objects = storage.objects(path)
+        if objects.exists(path):
+            objects.delete([path])
             return []
-        elif os.path.isfile(path) and not os.path.islink(path):
-            os.unlink(path)
+        if not any(stat.size for stat in objects.list(path).values()):
             return []
-        if isinstance(storage, StorageRouter) and not os.path.islink(path):
-            return RunFolder(os.path.dirname(path.rstrip("/")), storage).remove(path)
-        return storage.remove(path)
-    except OSError as error:
-        return [f"not removed: {error}"]
+    elif os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+        return []
+    elif not os.path.exists(path):
+        return []
+    return RunFolder(os.path.dirname(path.rstrip("/")), storage).remove(path)
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:

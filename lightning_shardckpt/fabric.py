@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint.describe import check_loaded
+from lightning_shardckpt.checkpoint.describe import check_loaded, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
@@ -47,12 +47,7 @@ from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
-from lightning_shardckpt.strategy.fabric_modules import (
-    BackwardSyncControl,
-    SetUpModules,
-    ShardedForward,
-    allow_backward,
-)
+from lightning_shardckpt.strategy.fabric_modules import BackwardSyncControl, SetUpModules, ShardedForward
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.user_steps import StepCall
@@ -167,7 +162,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         sharded = self._shard_module(module, self._build, pretrained, precision=self.precision, is_called=True)
         if self.topology.tensor > 1 and self._build.only_first:
             broadcast_rng(self.meshes.tensor_group)  # the script may have initialised what rank 0 alone has
-        self._sharded.add(sharded)
+        self._sharded.append(sharded)
         return ShardedForward(sharded, lambda: self._running)
 
     @override
@@ -196,10 +191,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if not self._is_alone and any(not sharded.gradients.is_blocked for sharded in self._sharded):
             self._agreement.should_stop(False, self.meshes, self.tuning)
         with ExitStack() as stack:
-            stack.enter_context(allow_backward())
-            if stepped is None:
-                for sharded in self._sharded:
-                    stack.enter_context(sharded.gradients.backward())
+            for sharded in self._sharded if stepped is None else ():
+                stack.enter_context(sharded.gradients.backward())
             super().backward(tensor, module, *args, **kwargs)
         if stepped is not None:
             stepped.backward()
@@ -239,19 +232,19 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return step(batch)
         sharded = self._sharded.resolve(module)
         assert sharded.pipeline is not None
-        pipeline, train, factor = sharded.pipeline, torch.is_grad_enabled(), scaler_factor(self.precision)
-        steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale)
-        user_step = StepCall("the step function", step, pipeline, batch, train=train)
+        pipeline, factor = sharded.pipeline, scaler_factor(self.precision) * scale
+        steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor)
+        call = StepCall("the step function", step, pipeline, batch, train=torch.is_grad_enabled())
         self._running, self._stepped = sharded, None
         try:
             with disable_backward_guard() if pipeline.backward_early else nullcontext():
-                output = steps.training_step(user_step) if train else steps.run(user_step)
+                output = steps.run(call)
         except BaseException:
             steps.reset()
             raise
         finally:
             self._running = None
-        if train and output is not None:
+        if call.train and output is not None:
             self._stepped = steps
         return output
 
@@ -271,7 +264,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> Tensor:
         """Clip by the norm over all ranks and shards. Collective: every rank of the world must call it."""
         self.precision.unscale_gradients(optimizer)
-        holders = self._sharded.holders
+        holders = {parameter: ranks for sharded in self._sharded for parameter, ranks in sharded.holders.items()}
         return clip_by_norm(
             list(self.precision.main_params(optimizer)),
             max_norm,
@@ -312,30 +305,25 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> None:
         """Save this rank's slices, at the path of rank 0. Collective: every rank must call it."""
         self.reshard()
-        described: list[tuple[NestedObjects, WholeNames, dict[int, str]]] = []
 
-        def describe() -> dict[str, Any]:
+        def look() -> dict[str, Any]:
             objects = NestedObjects.of(state)
             check_loaded([*objects.modules.values(), *objects.optimizers.values()])
             self._refuse_stored_metrics(objects)
-            whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            described.append((objects, whole, objects.parameter_names(owner, whole)))
             return {"path": file_path(path), "order": objects.keys}
 
-        first: dict[str, Any] = self._ranks.step("describing what to save", describe, itemgetter(0))
-        ((objects, whole, names),) = described
-        objects = objects.in_order(first["order"])
+        first: dict[str, Any] = self._ranks.step("describing what to save", look, itemgetter(0))
+        objects = NestedObjects.of(state).in_order(first["order"])
+        whole = self._sharded.whole_names(objects)
         if not self._is_alone:
             compare_ranks((one.root for one in self._sharded), self._ranks, self.meshes, parameters=False)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
 
-        collected: list[dict[str, Any]] = []
+        def collect() -> dict[str, Any]:
+            names = objects.parameter_names(self._sharded.find_modules(objects).root, whole)
+            return checkpoint_of(state, objects, names, filter)
 
-        def collect() -> None:
-            collected.append(checkpoint_of(state, objects, names, filter))
-
-        self._ranks.step("collecting what to save", collect, lambda _: None)
-        self.checkpoint_io.save_checkpoint(collected[0], first["path"], storage_options)
+        self.checkpoint_io.save(collect, first["path"], run_info(state, self._sizes_by_axis), storage_options)
 
     def _refuse_stored_metrics(self, objects: NestedObjects) -> None:
         if self.topology.data_parallel > 1:

@@ -44,9 +44,10 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
-from lightning_shardckpt.parallel.optimizers import user_code
+from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
@@ -71,7 +72,6 @@ from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     TrainerSteps,
-    adopt_optimizers,
     clip_shards,
     scaler_factor,
     unscale_shards,
@@ -274,7 +274,13 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run
         super().setup_optimizers(trainer)
-        adopt_optimizers(self.optimizers, self.sharded)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS) and self.sharded.pipeline is not None:
+                raise UnsupportedCodeError(
+                    "LBFGS updates all parameters as one, and a pipeline stage has only some of them. Use an optimizer "
+                    "that treats each parameter by itself, or pipeline_parallel_size=1."
+                )
+            rebind_optimizer(optimizer, self.sharded)  # LightningCLI builds them before the module is sharded
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -310,26 +316,26 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._steps.begin_batch(batch, batch_idx)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._steps.train(self.precision_plugin.train_step_context, args, kwargs)  # type: ignore[no-any-return]
+    def training_step(self, *args: Any) -> STEP_OUTPUT:
+        return self._steps.train(self.precision_plugin.train_step_context, *args)  # type: ignore[no-any-return]
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)  # type: ignore[no-any-return]
+    def validation_step(self, *args: Any) -> STEP_OUTPUT:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args)  # type: ignore[no-any-return]
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)  # type: ignore[no-any-return]
+    def test_step(self, *args: Any) -> STEP_OUTPUT:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args)  # type: ignore[no-any-return]
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+    def predict_step(self, *args: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
 
-    def _evaluate(self, name: str, context: StepContext, args: Any, kwargs: Any) -> Any:
+    def _evaluate(self, name: str, context: StepContext, *args: Any) -> Any:
         self._check_end()
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_preemption()  # a validation may be longer than the time that is left
-        return self._steps.evaluate(name, context, args, kwargs)
+        return self._steps.evaluate(name, context, *args)
 
     def _check_end(self) -> None:
         """Compare whether loaders without a length end with this batch, on ranks that step together.

@@ -103,6 +103,11 @@ def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
     _optimizer_to_device(optimizer, device)
 
 
+def is_in_backward() -> bool:
+    """Return True inside of ``fabric.backward`` and `disable_backward_guard`, in all threads."""
+    return wrappers._in_fabric_backward
+
+
 @contextmanager
 def disable_backward_guard() -> Generator[None, None, None]:
     """Inside, allow backward passes, which Fabric refuses outside of ``fabric.backward``.

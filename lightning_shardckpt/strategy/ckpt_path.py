@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, intercept_ckpt_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
@@ -158,8 +159,9 @@ def _save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
 
 def _storage_of(trainer: pl.Trainer) -> StorageRouter:
     """Return the storage of ShardCkptIO, with the user's options."""
-    storage = getattr(trainer.strategy.checkpoint_io, "storage", None)
-    return storage if isinstance(storage, StorageRouter) else StorageRouter(storage)
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, ShardCkptIO)
+    return io.storage
 
 
 def _list_checkpoints(folder: str, storage: StorageRouter) -> set[str]:

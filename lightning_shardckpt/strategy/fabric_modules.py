@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.lightning_fabric import is_in_backward
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer
@@ -22,35 +23,17 @@ from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import WRAPPED, NestedObjects
 
-_fabric_backwards: list[None] = []  # not empty in `allow_backward`, also in threads of autograd
-
-
-@contextmanager
-def allow_backward() -> Iterator[None]:
-    """Allow a backward that accumulates gradients of parameters, as in ``fabric.backward``, which averages them."""
-    _fabric_backwards.append(None)
-    try:
-        yield
-    finally:
-        _fabric_backwards.pop()
-
 
 def _refuse_other_backward(root: ref[nn.Module], gradient: Tensor) -> None:
     """Raise an UnsupportedCodeError in a backward that accumulates gradients outside of ``fabric.backward``."""
     module = root()
-    if _fabric_backwards or module is None:
+    if is_in_backward() or module is None:
         return
     if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
         raise UnsupportedCodeError(
             f"loss.backward() would not average the gradients of {type(module).__name__} over the ranks: call "
             "fabric.backward(loss). torch.autograd.grad may be called anywhere, but under mixed precision."
         )
-
-
-def _watch_backward(root: ref[nn.Module], output: Tensor) -> Tensor:
-    if output.requires_grad:
-        output.register_hook(partial(_refuse_other_backward, root))  # type: ignore[no-untyped-call]
-    return output
 
 
 class ShardedForward(nn.Module):
@@ -79,7 +62,13 @@ class ShardedForward(nn.Module):
         output = sharded.run(partial(sharded.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
             reshard(sharded.root)
-        apply_to_collection(output, Tensor, partial(_watch_backward, ref(sharded.root)))  # as Fabric does
+
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_refuse_other_backward, ref(sharded.root)))  # type: ignore[no-untyped-call]
+            return tensor
+
+        apply_to_collection(output, Tensor, watch)  # as Fabric does
         return output
 
 
@@ -101,29 +90,14 @@ class BackwardSyncControl:
         return sharded.gradients.blocked() if enabled else nullcontext()
 
 
-class SetUpModules:
+class SetUpModules(list[ShardedModule]):
     """The sharded modules, in the order in which they were set up."""
-
-    def __init__(self) -> None:
-        self._sharded: list[ShardedModule] = []
-
-    def __iter__(self) -> Iterator[ShardedModule]:
-        return iter(self._sharded)
-
-    def add(self, sharded: ShardedModule) -> None:
-        """Add a module."""
-        self._sharded.append(sharded)
 
     def find_modules(self, objects: NestedObjects) -> NestedObjects:
         """Return the modules with the parameters of a state's optimizers; the names of several start with numbers."""
         ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
-        roots = [one.root for one in self._sharded if any(id(p) in ids for p in one.root.parameters())]
+        roots = [one.root for one in self if any(id(p) in ids for p in one.root.parameters())]
         return NestedObjects({(number,): root for number, root in enumerate(roots)})
-
-    @property
-    def holders(self) -> dict[Tensor, int]:
-        """The number of ranks that have each parameter or a part of it."""
-        return {parameter: ranks for sharded in self._sharded for parameter, ranks in sharded.holders.items()}
 
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters in an optimizer by the parameters of the sharded modules.
@@ -131,14 +105,14 @@ class SetUpModules:
         Raises:
             UnsupportedCodeError: if no module was set up yet, or a parameter belongs to none of them.
         """
-        if not self._sharded:
+        if not self:
             raise UnsupportedCodeError(
                 f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) first"
             )
-        replaced = {old: new for sharded in self._sharded for old, new in sharded.replaced.items()}
-        elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
-        rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
+        replaced = {old: new for sharded in self for old, new in sharded.replaced.items()}
+        elsewhere = {old: new for sharded in self for old, new in sharded.elsewhere.items()}
+        rebind_optimizer(optimizer, replace(self[0], replaced=replaced, elsewhere=elsewhere))
 
     def resolve(self, module: nn.Module | None) -> ShardedModule:
         """Return the sharded module of the result of ``fabric.setup``; for None the only one.
@@ -146,13 +120,10 @@ class SetUpModules:
         Raises:
             UnsupportedCodeError: if the module was not set up, or for None if there are several.
         """
-        if module is None and len(self._sharded) == 1:
-            return self._sharded[0]
-        sharded = get_sharded(module)
+        sharded = self[0] if module is None and len(self) == 1 else get_sharded(module)
         if sharded is None:
             raise UnsupportedCodeError(
-                f"run_step must know which of the {len(self._sharded)} modules runs: pass the result of "
-                "fabric.setup as module="
+                f"run_step must know which of the {len(self)} modules runs: pass the result of fabric.setup as module="
             )
         return sharded
 
@@ -162,13 +133,12 @@ class SetUpModules:
         For a state without modules, of the modules with the parameters of its optimizers.
         """
         objects = objects if objects.modules else self.find_modules(objects)
-        by_root = {id(sharded.root): sharded for sharded in self._sharded}
+        by_root = {id(sharded.root): sharded for sharded in self}
         names, ties = set[str](), list[tuple[str, ...]]()
         for path, prefix in objects.prefixes.items():
             sharded = by_root.get(id(objects.modules[path]))
-            if sharded is not None:
-                names |= {prefix + name for name in sharded.state_names}
-                ties += [tuple(prefix + name for name in tie) for tie in sharded.state_ties]
-            else:
-                names |= {prefix + name for name in objects.modules[path].state_dict()}
+            own = objects.modules[path].state_dict() if sharded is None else sharded.state_names
+            names |= {prefix + name for name in own}
+            own_ties = () if sharded is None else sharded.state_ties
+            ties += [tuple(prefix + name for name in tie) for tie in own_ties]
         return WholeNames(frozenset(names), tuple(ties))

@@ -33,6 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.checkpoint.checkpoint import load
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, check_loaded, mark_partly_loaded
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
@@ -59,6 +60,7 @@ from lightning_shardckpt.strategy.resume import (
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.threads import drain_all
 
 
 class Preemption:
@@ -227,14 +229,20 @@ class RunCheckpoints:
                 problems += more
             return source, problems
 
-        result = io.load_into(
-            path,
+        drain_all()
+        weights_only = self._launcher.weights_only if weights_only is None else weights_only
+        is_safe = weights_only is not False
+        result = load(
+            file_path(path),
             replace(targets, fit_source=fit_source),
-            strict=module.strict_loading,
-            weights_only=self._launcher.weights_only if weights_only is None else weights_only,
-            pick_rank=self._share.source_rank,
+            ranks=self._ranks,
+            options=replace(io.load_options, strict=module.strict_loading, weights_only=is_safe),
             filling=partial(mark_partly_loaded, [module], path),
+            pick_rank=self._share.source_rank,
+            storage=io.storage,
         )
+        for note in result.notes:
+            rank_zero_warn(note)
         modules, copies = LoadedModules({"": module}, live, result.hooked, io.names), None
         if optimizers is not None:
             copies = [(one, [_copy_group(group) for group in one.param_groups]) for one in optimizers]

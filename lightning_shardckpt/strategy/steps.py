@@ -7,7 +7,7 @@ precision plugins, which see the gradients of one rank, unscale and clip by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.torch_modules import override_methods
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
+from lightning_shardckpt.parallel.optimizers import user_code
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
@@ -49,24 +49,30 @@ class PipelinedSteps:
     ) -> None:
         self._module, self._pipeline, self._device, self._scale = module, pipeline, device, scale
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._assumed_scale = torch.ones(())
+        self._assumed_scale = 1.0
         self._received_scales: list[Tensor] = []
 
-    def training_step(self, step: StepCall) -> Any:
-        """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output."""
-        if self._pipeline.backward_early:
+    def run(self, step: StepCall) -> Any:
+        """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output.
+
+        The loss in the output of a training step is a tensor whose backward leads to `backward`.
+        """
+        if step.train and self._pipeline.backward_early:
+            self._assumed_scale = self._scale()
+            scale = on_device([self._assumed_scale], torch.float64, self._device)[0]
             with self._set_gradients_aside():
-                output = self.run(step, torch.tensor(self._scale(), dtype=torch.float64))
+                report = self._pipeline.forward(step, scale)
         else:
-            output = self.run(step)
-        if output is None:
-            return None
+            report = self._pipeline.forward(step)
+        output = step.apply_report(report, self._device, is_source=self._pipeline.has_last_stage)
+        if not step.train or output is None:
+            return output
         if isinstance(output, Mapping):
             return {**output, "loss": self._attach(output["loss"])}
         return self._attach(output)
 
     def backward(self) -> None:
-        """Compute the gradients of the parameters, after the backward of the loss that `training_step` returned.
+        """Compute the gradients of the parameters, after the backward of the loss that `run` returned.
 
         Raises:
             UnsupportedCodeError: if the loss has another scale than early backward passes have assumed.
@@ -82,12 +88,11 @@ class PipelinedSteps:
             return
         copy = HostCopy(scale)
         wait_for_copies(self._device)
-        rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copy.read()
-        if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
+        rtol, found, assumed = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copy.read().item(), self._assumed_scale
+        if abs(found - assumed) > rtol * abs(assumed):
             raise UnsupportedCodeError(
-                f"the gradient of the loss is {scale.item():g}, but this Pipeline(schedule=…) has run its backward "
-                f'passes with {self._assumed_scale.item():g}: something scales the loss. Use '
-                'Pipeline(schedule="gpipe").'
+                f"the gradient of the loss is {found:g}, but this Pipeline(schedule=…) has run its backward passes "
+                f'with {assumed:g}: something scales the loss. Use Pipeline(schedule="gpipe").'
             )
         self._pipeline.add(self._gradients)
         self._gradients.clear()
@@ -97,14 +102,6 @@ class PipelinedSteps:
         self._pipeline.reset()
         self._gradients.clear()
         self._received_scales.clear()
-
-    def run(self, step: StepCall, scale: Tensor | None = None) -> Any:
-        """Run a step of an evaluation, or with a scale also its backward passes."""
-        if scale is not None:
-            self._assumed_scale = scale
-            scale = on_device([float(scale)], scale.dtype, self._device)[0]
-        report = self._pipeline.forward(step, scale)
-        return step.apply_report(report, self._device, is_source=self._pipeline.has_last_stage)
 
     @contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
@@ -120,24 +117,12 @@ class PipelinedSteps:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def _attach(self, loss: Any) -> Tensor:
-        """Return the loss as a tensor whose gradient is passed to `backward`."""
+    def _attach(self, loss: Tensor) -> Tensor:
+        """Return the loss as a tensor whose gradient is kept for `backward`."""
         self._received_scales.clear()
-        anchor = torch.zeros((), dtype=loss.dtype, device=self._device, requires_grad=True)
-        attached: Tensor = _CatchScale.apply(anchor, loss, self._received_scales)  # type: ignore[no-untyped-call]
-        return attached
-
-
-class _CatchScale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, received: list[Tensor]) -> Tensor:
-        ctx.received = received
-        return value.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.received.append(grad.detach())
-        return torch.zeros_like(grad), None, None
+        leaf = loss.detach().clone().requires_grad_()
+        leaf.register_hook(lambda gradient: self._received_scales.append(gradient.detach()))  # type: ignore[no-untyped-call]
+        return leaf * 1  # users may change it in place
 
 
 class TrainerSteps:
@@ -163,19 +148,19 @@ class TrainerSteps:
         loss_scale: Callable[[], float],
     ) -> None:
         self.sharded = sharded
-        self._module, self._meshes, self._device = module, meshes, device
+        self._module, self._meshes = module, meshes
         self._checks_loss = True  # of the first backward of an epoch
         self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
         self._draws = 0  # a checksum of the random states with which steps began to draw
         self._pipelined: PipelinedSteps | None = None
-        if sharded.pipeline is None:
-            return
-        if not module.automatic_optimization:
-            raise UnsupportedCodeError(
-                f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
-                "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
-            )
-        self._pipelined = PipelinedSteps(module, sharded.pipeline, device, loss_scale)
+        if sharded.pipeline is not None:
+            if not module.automatic_optimization:
+                raise UnsupportedCodeError(
+                    f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
+                    "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
+                )
+            self._pipelined = PipelinedSteps(module, sharded.pipeline, device, loss_scale)
+        self._compares = meshes.topology.tensor > 1 and self._pipelined is None
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Compare the first batch of an epoch over the ranks of a tensor group. Call it before each training batch.
@@ -197,43 +182,36 @@ class TrainerSteps:
 
         Collective: every rank of the world must call it.
         """
-        if self._meshes.topology.tensor > 1 and self._pipelined is None:
+        if self._compares:
             check_draws(self._draws, self._meshes.tensor_group)
 
-    def train(self, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def train(self, context: StepContext, *args: Any) -> Any:
         """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of the world must call it."""
-        if self._pipelined is not None:
-            return self._pipelined.training_step(self._step("training_step", context, args, kwargs))
-        if self._meshes.topology.tensor == 1:
-            return self._run("training_step", context, args, kwargs)
+        if not self._compares:
+            return self._run("training_step", context, *args)
         before = get_rng_state(every_device=False)
-        output = self._run("training_step", context, args, kwargs)
+        output = self._run("training_step", context, *args)
         if drawn := differing_generators(before, get_rng_state(every_device=False)):
             self._draws = checksum_of_states(drawn, self._draws)
         return output
 
-    def evaluate(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, name: str, context: StepContext, *args: Any) -> Any:
         """Run a validation, test or predict step, given by name, inside ``context``. Collective as `train`."""
-        if self._pipelined is not None:
-            output = self._pipelined.run(self._step(name, context, args, kwargs))
-        else:
-            loader = args[2:]  # its number, if there are several
-            if self._meshes.topology.tensor > 1 and loader not in self._compared:
-                self._compared.add(loader)
-                # other data-parallel ranks may have no batch of this loader
-                check_batch(args or kwargs, self._meshes.tensor_group, of_all_groups=False)
-            output = self._run(name, context, args, kwargs)
+        loader = args[2:]  # its number, if there are several
+        if self._compares and loader not in self._compared:
+            self._compared.add(loader)
+            # other data-parallel ranks may have no batch of this loader
+            check_batch(args, self._meshes.tensor_group, of_all_groups=False)
+        output = self._run(name, context, *args)
         self.reshard()
         return output
 
-    def _run(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = partial(getattr(self._module, name), *args, **kwargs)
+    def _run(self, name: str, context: StepContext, *args: Any) -> Any:
+        if self._pipelined is not None:
+            assert self.sharded.pipeline is not None
+            return self._pipelined.run(lightning_step(self._module, self.sharded.pipeline, name, context, *args))
         with context():
-            return self.sharded.run(step)
-
-    def _step(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
-        assert self.sharded.pipeline is not None
-        return lightning_step(self._module, self.sharded.pipeline, name, context, args, kwargs)
+            return self.sharded.run(partial(getattr(self._module, name), *args))
 
     def reshard(self) -> None:
         """Free parameters that FSDP2 has gathered, if the module applies FSDP2 itself. No communication."""
@@ -247,7 +225,7 @@ class TrainerSteps:
         Raises:
             UnsupportedCodeError: if they differ.
         """
-        if self._checks_loss and self._meshes.topology.tensor > 1 and self._pipelined is None:
+        if self._checks_loss and self._compares:
             check_loss(loss, self._meshes.tensor_group)
         self._checks_loss = False
 
@@ -273,26 +251,6 @@ class TrainerSteps:
             self._pipelined.reset()
 
 
-def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) -> None:
-    """Replace the parameters in optimizers by the parameters of the sharded module.
-
-    Args:
-        optimizers: of the module; LightningCLI builds them before the module is sharded.
-        sharded: the module.
-
-    Raises:
-        UnsupportedCodeError: for an optimizer that cannot step with the parameters of one stage, or that has parameters
-            of another module.
-    """
-    if sharded.pipeline is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
-        raise UnsupportedCodeError(
-            "LBFGS updates all parameters as one, and a pipeline stage has only some of them. Use an optimizer that "
-            "treats each parameter by itself, or pipeline_parallel_size=1."
-        )
-    for optimizer in optimizers:
-        rebind_optimizer(optimizer, sharded)
-
-
 def with_mean_loss(
     optimizer: Optimizer, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor]
 ) -> Callable[[], Any]:
@@ -311,6 +269,9 @@ def with_mean_loss(
         return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
 
     return mean_closure
+
+
+# ── precision plugins ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def scaler_factor(precision: object) -> float:

@@ -1,4 +1,4 @@
-"""Users' steps as a pipeline runs them, and their side effects, which are repeated on all ranks.
+"""One call of a user's step, as a pipeline runs it, and its effects, which are repeated on all ranks.
 
 A step is a method of a LightningModule or a function of a script. The last stage reports its output and its changes of
 the module to all ranks; for a LightningModule also logged values, changes of param groups, and a request to stop.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,13 +30,32 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
+class _LogCall:
+    """One call of ``LightningModule.log``; ``metric`` is the name of a logged Metric object."""
+
+    name: str
+    value: Any
+    metric: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """The output and the side effects of a step, which all ranks must know."""
+    """The output and the effects of a step on the last stage, which all ranks must know.
+
+    Attributes:
+        output: of the step.
+        changes: of modules outside of layers.
+        logged: for each run that counts, its share of the samples and its calls of ``log``.
+        should_stop: whether the step has asked the Trainer to stop.
+        groups: the numbers in param groups.
+    """
 
     output: Any
     changes: list[Change]
-    log_calls: list[_LogCall]
-    trainer: dict[str, Any]
+    logged: list[tuple[float, list[_LogCall]]]
+    should_stop: bool
     groups: list[dict[str, Any]]
 
 
@@ -49,7 +68,8 @@ class StepCall:
         pipeline: the stages over which it runs.
         batch: the whole batch.
         train: True if a backward follows.
-        lightning: repeats effects on the Trainer, for a step of a LightningModule.
+        module: the LightningModule, for a step of one.
+        context: of each run.
     """
 
     def __init__(
@@ -60,17 +80,20 @@ class StepCall:
         batch: Any,
         *,
         train: bool,
-        lightning: TrainerEffects | None = None,
+        module: pl.LightningModule | None = None,
+        context: StepContext = nullcontext,
     ) -> None:
         self.name, self.batch, self.train = name, batch, train
-        self._step, self._pipeline, self._lightning = step, pipeline, lightning
-        self._modules = pipeline.common
+        self._step, self._module, self._context, self._modules = step, module, context, pipeline.common
         self._start = ModuleSnapshot(self._modules)
         self._latest: ModuleSnapshot | None = self._start  # None if modules may have changed since
+        self._logged: list[tuple[float, list[_LogCall]]] = []
+
+    # --- for the pipeline ---
 
     def run(self, batch: Any, share: float | None) -> Any:
         """Run the step on a part of the batch; undo the changes in modules of a run without a ``share``."""
-        with nullcontext() if self._lightning is None else self._lightning.of_run(share):
+        with self._recording(share), self._context():
             if share is not None:
                 self._latest = None
                 return self._step(batch)
@@ -81,51 +104,125 @@ class StepCall:
                 snapshot.restore()
 
     def loss(self, output: Any) -> Tensor | None:
-        """Return the loss in an output of the step."""
-        return _get_loss(self.name, output)
-
-    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
-        """Return the effects of the step on the last stage.
+        """Return the loss in an output of the step.
 
         Raises:
-            UnsupportedCodeError: if it has registered a metric, which other stages don't have.
+            UnsupportedCodeError: if it is no tensor.
         """
-        before = set(map(id, self._modules.values()))
-        for module in self._pipeline.common.values():
-            if id(module) not in before and isinstance(module, Metric):
-                raise UnsupportedCodeError(
-                    f"{self.name} registers a metric, {type(module).__name__}, while it runs over the stages of a "
-                    "pipeline. Make it in __init__, or in a hook such as on_train_epoch_start."
-                )
-        output = _encode(f"the result of {self.name}", _merge_outputs(self.name, outputs))
-        if self._lightning is None:
-            return StepReport(output, self._start.changes(), [], {}, [])
-        return StepReport(output, self._start.changes(), *self._lightning.report())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            return None
+        if not isinstance(loss, Tensor):
+            raise UnsupportedCodeError(
+                f"{self.name} must return a loss tensor, None or a dict with a loss, got {loss!r}"
+            )
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
+        """Return the effects of the step on the last stage."""
+        output = _encode(f"the result of {self.name}", self._merge_outputs(outputs))
+        groups = [{k: v for k, v in g.items() if isinstance(v, int | float | tuple)} for g in self._param_groups()]
+        should_stop = self._module is not None and self._module.trainer.should_stop
+        return StepReport(output, self._start.changes(), self._logged, should_stop, groups)
 
     def apply_report(self, report: StepReport, device: torch.device, *, is_source: bool) -> Any:
-        """Repeat the side effects of the last stage on this rank, log its values, and return its output."""
+        """Repeat the effects of the last stage on this rank, log its values, and return its output."""
         if not is_source:
             self._start.apply(report.changes, device)
-        if self._lightning is not None:
-            self._lightning.repeat(report, is_source=is_source)
+            for group, numbers in zip(self._param_groups(), report.groups, strict=False):
+                group.update(numbers)
+        if self._module is not None:
+            self._module.trainer.should_stop = report.should_stop
+            self._log(self._module, report)
         return from_portable(report.output, device)
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        if self._module is None or self._module.trainer.state.fn != TrainerFn.FITTING:
+            return []
+        return [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+
+    # --- logged values ---
+
+    @contextmanager
+    def _recording(self, share: float | None) -> Iterator[None]:
+        """Record calls of the module's ``log`` instead of executing them, or discard them if ``share`` is None."""
+        if self._module is None:
+            yield
+            return
+        module, calls = self._module, list[_LogCall]()
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if share is None:
+                return
+            kwargs.pop("metric_attribute", None)
+            on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)  # after prog_bar and logger
+            if isinstance(value, Metric) and share < 1 and (self.train if on_step is None else on_step):
+                raise UnsupportedCodeError(
+                    f"{self.name} logs the metric object {name!r} for each step, but with the losses of microbatches "
+                    "it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
+                    'Pipeline(loss="batch").'
+                )
+            metric = {one: n for n, one in module.named_modules()}[value] if isinstance(value, Metric) else None
+            encoded = _encode(f"the value logged as {name!r}", None if metric else value)
+            calls.append(_LogCall(name, encoded, metric, args, kwargs))
+
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
+        if share is not None:
+            self._logged.append((share, calls))
+
+    def _log(self, module: pl.LightningModule, report: StepReport) -> None:
+        """Log the values of a step, each merged from those of the runs."""
+        shares = [share for share, _ in report.logged]
+        for calls in zip(*(calls for _, calls in report.logged), strict=True):
+            first = calls[0]
+            sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
+            size = {"batch_size": sum(sizes)} if sizes else {}
+            if first.metric is not None:
+                value: Any = module.get_submodule(first.metric)
+            else:
+                values = [from_portable(call.value, _HOST) for call in calls]
+                value = values[0] if len(values) == 1 else _merge_logged(first, values, sizes or shares)
+            with self._context():  # it may set the dtype in which numbers become tensors
+                module.log(first.name, value, *first.args, **{**first.kwargs, **size})
+
+    # --- values of microbatches ---
+
+    def _merge_outputs(self, outputs: list[tuple[Any, float]]) -> Any:
+        """Return the output for the batch from the outputs for microbatches: losses and other floats are averaged."""
+        first, shares = outputs[0][0], [share for _, share in outputs]
+        if len(outputs) == 1:
+            return first
+        if not isinstance(first, Mapping):
+            losses = [self.loss(output) for output, _ in outputs]
+            return self._merge("the loss", losses, shares)
+        return {key: self._merge(repr(key), [output[key] for output, _ in outputs], shares) for key in first}
+
+    def _merge(self, name: str, values: list[Any], shares: list[float]) -> Any:
+        tensors = [_detach(value) for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(values) and all(tensor.ndim for tensor in tensors):
+            return torch.cat(tensors)
+        if len(tensors) == len(values) and all(tensor.is_floating_point() for tensor in tensors):
+            return sum(tensor * share for tensor, share in zip(tensors, shares, strict=True))
+        if not tensors and all(value == values[0] for value in values):
+            return values[0]
+        raise UnsupportedCodeError(
+            f"{self.name} returns {name} for each microbatch, and {values} cannot be made one value for the batch. "
+            'Return tensors with a dim of samples or single floats, or use Pipeline(loss="batch").'
+        )
 
 
 def lightning_step(
-    module: pl.LightningModule,
-    pipeline: PipelineRunner,
-    name: str,
-    context: StepContext,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: pl.LightningModule, pipeline: PipelineRunner, name: str, context: StepContext, batch: Any, *args: Any
 ) -> StepCall:
-    """Return one call of a step method of a LightningModule, which runs in ``context``.
+    """Return one call of a step method of a LightningModule, whose runs are in ``context``.
 
     Raises:
         UnsupportedCodeError: for a step that takes an iterator of batches.
     """
-    key = next(iter(kwargs), None)  # the batch is first, or by its name if the step has keyword-only arguments
-    batch = args[0] if args else kwargs[key] if key else None
     if isinstance(batch, Iterator):
         raise UnsupportedCodeError(
             f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
@@ -133,188 +230,32 @@ def lightning_step(
         )
 
     def step(part: Any) -> Any:
-        run = getattr(module, name)
-        with context():
-            return run(part, *args[1:], **kwargs) if args else run(**kwargs | ({key: part} if key else {}))
+        return getattr(module, name)(part, *args)
 
-    train = name == "training_step"
-    return StepCall(name, step, pipeline, batch, train=train, lightning=TrainerEffects(module, name, context))
+    return StepCall(name, step, pipeline, batch, train=name == "training_step", module=module, context=context)
 
 
-# ── effects on the Trainer ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class _LogCall:
-    """One call of ``LightningModule.log``.
-
-    ``metric`` is the name of a logged Metric object; ``number`` counts the calls of one run with the same name.
-    """
-
-    name: str
-    number: int
-    value: Any
-    metric: str | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    share: float
-
-
-class TrainerEffects:
-    """The effects of one step of a LightningModule on its Trainer: logged values, param groups, a request to stop."""
-
-    def __init__(self, module: pl.LightningModule, name: str, context: StepContext) -> None:
-        self._module, self._name, self._context = module, name, context
-        self._log_calls: list[_LogCall] = []
-
-    @contextmanager
-    def of_run(self, share: float | None) -> Iterator[None]:
-        """Record calls of ``log`` instead of executing them, or discard them if ``share`` is None; refuse loggers."""
-        counts: dict[str, int] = {}
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if share is None:
-                return
-            metric = self._metric_name(name, value, args, kwargs, share) if isinstance(value, Metric) else None
-            kwargs.pop("metric_attribute", None)
-            number = counts[name] = counts.get(name, -1) + 1
-            encoded = _encode(f"the value logged as {name!r}", None if metric else value)
-            self._log_calls.append(_LogCall(name, number, encoded, metric, args, kwargs, share))
-
-        trainer = self._module.trainer
-        loggers, self._module.__dict__["log"] = trainer.loggers, log
-        trainer.loggers = [_NoLogger()] * len(loggers)  # type: ignore[list-item]  # refuses every use
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
-            del self._module.__dict__["log"]
-
-    def _metric_name(
-        self, name: str, value: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], share: float
-    ) -> str:
-        """Return the name of a logged metric in the module; ``args`` are (prog_bar, logger, on_step, …)."""
-        metric: str | None = next((n for n, m in self._module.named_modules() if m is value), None)
-        if metric is None:
-            raise UnsupportedCodeError(
-                f"{self._name} logs a metric as {name!r} that is no attribute of the module: make it one"
-            )
-        on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
-        if share < 1 and (self._name == "training_step" if on_step is None else on_step):
-            raise UnsupportedCodeError(
-                f"{self._name} logs the metric object {metric!r} for each step, but with the losses of "
-                "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
-                'Pipeline(loss="batch").'
-            )
-        return metric
-
-    def report(self) -> tuple[list[_LogCall], dict[str, Any], list[dict[str, Any]]]:
-        """Return the recorded calls, and the numbers that a step may change, of the Trainer and in param groups."""
-        names = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm")
-        state = {name: getattr(self._module.trainer, name) for name in names}
-        groups = [{k: v for k, v in g.items() if isinstance(v, int | float | tuple)} for g in self._param_groups()]
-        return self._log_calls, state, groups
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        trainer = self._module.trainer
-        optimizers = trainer.optimizers if trainer.state.fn == TrainerFn.FITTING else []
-        return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-    def repeat(self, report: StepReport, *, is_source: bool) -> None:
-        """Log the values of the last stage on this rank, and set the numbers of its Trainer."""
-        if not is_source:
-            for group, numbers in zip(self._param_groups(), report.groups, strict=False):
-                group.update(numbers)
-            for attribute, number in report.trainer.items():
-                setattr(self._module.trainer, attribute, number)
-        by_name: dict[tuple[str, int], list[_LogCall]] = {}
-        for call in report.log_calls:
-            decoded = replace(call, value=from_portable(call.value, _HOST))
-            by_name.setdefault((call.name, call.number), []).append(decoded)
-        for (name, _), calls in by_name.items():
-            first = calls[0]
-            value: Any = _merge_log_calls(calls) if first.metric is None else self._module.get_submodule(first.metric)
-            sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
-            size = {"batch_size": sum(sizes)} if sizes else {}
-            with self._context():  # it may set the dtype in which numbers become tensors
-                self._module.log(name, value, *first.args, **{**first.kwargs, **size})
-
-
-class _NoLogger:
-    """Stands for a logger of the Trainer in a step that runs several times, on all stages."""
-
-    def __getattribute__(self, name: str) -> NoReturn:
-        raise UnsupportedCodeError(
-            f"a step over the stages of a pipeline uses a logger of the Trainer ({name}), but it runs several times: "
-            "use self.log, or write to the logger in a hook such as on_train_batch_end"
-        )
-
-
-# ── values of microbatches ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _get_loss(name: str, output: Any) -> Tensor | None:
-    """Return the loss in the output of a step; raises an UnsupportedCodeError if it is no tensor."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if loss is None:
-        return None
-    if not isinstance(loss, Tensor):
-        raise UnsupportedCodeError(f"{name} must return a loss tensor, None or a dict with a loss, got {loss!r}")
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-
-def _merge_outputs(name: str, outputs: list[tuple[Any, float]]) -> Any:
-    """Return the output for the batch from the outputs for microbatches: losses and other numbers are averaged.
+def _merge_logged(call: _LogCall, values: list[Any], weights: list[float]) -> Tensor:
+    """Return the value of a batch from those of microbatches, by ``reduce_fx`` of the call.
 
     Raises:
-        UnsupportedCodeError: for values that cannot be merged.
+        UnsupportedCodeError: for a function that can't join them.
     """
-    if len(outputs) == 1:
-        return outputs[0][0]
-    first = outputs[0][0]
-    if isinstance(first, Mapping):
-        return {key: _merge_values(name, key, [(o[key], share) for o, share in outputs]) for key in first}
-    losses = [(_get_loss(name, output), share) for output, share in outputs]
-    return sum(loss.detach() * share for loss, share in losses if loss is not None)  # the stage runner refuses None
-
-
-def _merge_values(name: str, key: Any, outputs: list[tuple[Any, float]]) -> Any:
-    values = [_detach(value) for value, _ in outputs]
-    if all(isinstance(value, Tensor) and value.ndim for value in values):
-        return torch.cat(values)
-    if all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-        return sum(value * share for value, (_, share) in zip(values, outputs, strict=True))
-    if all(isinstance(value, list) for value in values):
-        return [item for value in values for item in value]
-    if all(not isinstance(value, Tensor) and value == values[0] for value in values):
-        return values[0]
-    raise UnsupportedCodeError(
-        f"{name} returns {key!r} for each microbatch, and {values} cannot be made one value for the batch. "
-        'Return tensors with a dim of samples or single floats, or use Pipeline(loss="batch").'
-    )
-
-
-def _merge_log_calls(calls: list[_LogCall]) -> Any:
-    """Return the value for a batch from values for microbatches, by ``reduce_fx`` and ``batch_size`` of the calls."""
-    if len(calls) == 1:
-        return calls[0].value
-    values = torch.stack([torch.as_tensor(call.value, dtype=torch.float64) for call in calls])
-    reduce = calls[0].kwargs.get("reduce_fx", "mean")
+    stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
+    reduce = call.kwargs.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
     if name == "mean":
-        weights = torch.tensor([call.kwargs.get("batch_size") or call.share for call in calls], dtype=torch.float64)
-        result = (values * weights).sum() / weights.sum()
+        factors = torch.tensor(weights, dtype=torch.float64)
+        result = (stacked * factors).sum() / factors.sum()
     elif name in ("sum", "max", "min"):
-        result = values.sum() if name == "sum" else getattr(values, f"a{name}")()
+        result = stacked.sum() if name == "sum" else getattr(stacked, f"a{name}")()
     else:
         raise UnsupportedCodeError(
-            f"{calls[0].name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
+            f"{call.name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
             'mean, sum, max or min, or Pipeline(loss="batch")'
         )
-    if not isinstance(calls[0].value, Tensor):
-        return result.item()
-    dtype = calls[0].value.dtype
-    return result.to(dtype if dtype.is_floating_point else torch.float32)
+    is_float = isinstance(values[0], Tensor) and values[0].is_floating_point()
+    return result.to(values[0].dtype if is_float else torch.float32)
 
 
 def _detach(value: Any) -> Any:

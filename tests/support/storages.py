@@ -207,5 +207,5 @@ def disk_error() -> None:
 
 def gated_io(**options: Any) -> ShardCkptIO:
     io = ShardCkptIO(use_async=True, **options)
-    io.storage = Gated()
+    io.storage.local = Gated()
     return io

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.checkpoint.checkpoint import save
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -34,7 +35,8 @@ def saved(path: Path, step: int, *, weights_only: bool = False) -> str:
 
 
 def trainer(*callbacks: pl.Callback) -> pl.Trainer:
-    found = pl.Trainer(accelerator="cpu", logger=False, callbacks=list(callbacks), enable_progress_bar=False)
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "strategy": ShardedStrategy()}
+    found = pl.Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **options)
     found.state.fn = TrainerFn.FITTING
     return found
 

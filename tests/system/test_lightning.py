@@ -116,7 +116,7 @@ def test_other_checkpoint_ios_are_refused_with_the_remedy(io: Any) -> None:
 
 
 def test_storage_options_are_refused_for_paths() -> None:
-    with pytest.raises(ValueError, match=r"storage_options are for URLs, and 'x\.ckpt' is not a URL"):
+    with pytest.raises(ValueError, match=r"storage_options are for URLs, and 'x\.ckpt' is none"):
         ShardCkptIO().save_checkpoint({}, "x.ckpt", storage_options={"a": 1})
 
 

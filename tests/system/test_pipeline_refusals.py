@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
@@ -129,16 +127,6 @@ class Metered(Plain):
         return loss
 
 
-class Writes(Plain):
-    def on_fit_start(self) -> None:
-        self.trainer.loggers = [DummyLogger()]
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        if isinstance(self.logger, CSVLogger):
-            raise AssertionError
-        return super().training_step(batch, index)
-
-
 class AddedUp(Plain):  # scalars that layers add up: microbatches give other ones than the batch
     class Layer(Layer):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -247,7 +235,6 @@ QUICK = {
     "all_reduce": Case(Reduces, ("all_reduce", "inside a pipelined step", "self.all_gather", "sync_dist=True")),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", "doesn't have", "Pipeline(modules=")),
     "noise": Case(Noise, ("draws random numbers", 'Pipeline(loss="microbatch")', "microbatches=1")),
-    "logger": Case(Writes, ("uses a logger of the Trainer", "use self.log")),
     "batch norm": Case(BatchNorm, ("layers.0.norm is a batch norm", "Pipeline(microbatches=1)")),
     "other data": Case(RankData, ("different batches for training_step", "distributed_sampler_kwargs")),
     "no layers": Case(NoLayers, ("NoLayers has no list of layers", "Pipeline(layers=["), kinds=("TopologyError",)),

@@ -25,7 +25,7 @@ import sys, torch, threading
 from lightning_shardckpt import ShardCkptIO
 from tests.support.storages import Gated, disk_error
 io = ShardCkptIO(use_async=True)
-io.storage = storage = Gated()
+io.storage.local = storage = Gated()
 storage.gate.clear()
 storage.faults["write", "a.ckpt"] = disk_error
 io.save_checkpoint({"state_dict": {"a": torch.ones(3)}, "global_step": 5}, sys.argv[1])
@@ -57,8 +57,8 @@ def late(directory: str) -> list[Any]:
     """The save after the second step is held until the fourth: what it has, and how a run resumes from it."""
     expected = tiny.fit({}, 5, callbacks=[tiny.SaveAt(2, f"{directory}/sync")])["state"]
     io = gated_io()
-    io.storage.gate.clear()
-    release = At(4, lambda trainer: io.storage.gate.set())
+    io.storage.local.gate.clear()
+    release = At(4, lambda trainer: io.storage.local.gate.set())
     straight = tiny.fit({}, 5, callbacks=[tiny.SaveAt(2, f"{directory}/async"), release], plugins=[io])["state"]
     resumed = tiny.fit({}, 5, resume=f"{directory}/async", seed=9)["state"]
     pairs = [digest(f"{directory}/{name}")["whole"] for name in ("sync", "async")]
@@ -75,13 +75,13 @@ def keep_one(directory: str) -> dict[str, Any]:
 
     def shut(trainer: pl.Trainer) -> None:
         io.wait()
-        io.storage.looks.clear()
-        io.storage.gate.clear()
+        io.storage.local.looks.clear()
+        io.storage.local.gate.clear()
 
     def look(trainer: pl.Trainer) -> None:
         seen["held"] = complete(directory)
         seen["link is broken"] = not os.path.exists(f"{directory}/last.ckpt")
-        io.storage.gate.set()
+        io.storage.local.gate.set()
 
     pl.seed_everything(1)
     when = timedelta(microseconds=1)
@@ -90,7 +90,7 @@ def keep_one(directory: str) -> dict[str, Any]:
     run = tiny.trainer({}, max_steps=3, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
     held_out = tiny.loader(count=8, shuffle=False)
     run.fit(module := tiny.TinyLM(), tiny.loader(), held_out)
-    seen["kept"], seen["always some"] = sorted(os.listdir(directory)), all(io.storage.looks)
+    seen["kept"], seen["always some"] = sorted(os.listdir(directory)), all(io.storage.local.looks)
     run.save_checkpoint(f"{directory}/after.ckpt")
     seen["after"] = complete(directory)
     for path in ("best", "last", f"{directory}/after.ckpt"):
@@ -109,7 +109,7 @@ def test_the_best_checkpoint_is_there_until_its_successor_is(tmp_path: Path) -> 
 def fails_at_the_end(directory: str) -> list[Any]:
     io = gated_io()
     if dist.get_rank() == 1:
-        io.storage.faults["write", "step=3.ckpt"] = disk_error
+        io.storage.local.faults["write", "step=3.ckpt"] = disk_error
     keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, filename="{step}")
     run = tiny.trainer({}, max_steps=3, plugins=[io], callbacks=[keep], enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as told:
@@ -142,14 +142,14 @@ def fails_in_training(directory: str, case: str) -> list[Any]:
     if case != "nobody saves":
         saves.append(OnExceptionCheckpoint(directory))
     if case == "the save before fails":
-        io.storage.faults["write", "pending.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
+        io.storage.local.faults["write", "pending.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
         told = pytest.warns(UserWarning, match="before the exception, a save had failed: .*Input")
     if case == "the last save fails":
-        io.storage.faults["write", "on_exception.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
+        io.storage.local.faults["write", "on_exception.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
         told = pytest.warns(UserWarning, match="no checkpoint was saved after the exception: .*Input")
     keeping = {"callbacks": saves, "enable_checkpointing": len(saves) > 1}
     run = tiny.trainer({}, max_steps=4, limit_val_batches=0, plugins=[io], **keeping)
-    with told, io.storage.opened_by("on_exception"), pytest.raises(ZeroDivisionError):
+    with told, io.storage.local.opened_by("on_exception"), pytest.raises(ZeroDivisionError):
         run.fit(Fails(), tiny.loader())
     found = complete(directory)
     dist.barrier()

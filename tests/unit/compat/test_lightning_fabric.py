@@ -62,7 +62,9 @@ class OwnBackward(SingleDeviceStrategy):
 def test_a_backward_is_allowed_only_within() -> None:
     model = Fabric(accelerator="cpu", devices=1, strategy=OwnBackward()).setup_module(torch.nn.Linear(2, 1))
     with compat.disable_backward_guard():
+        assert compat.is_in_backward()
         model(torch.ones(1, 2)).sum().backward()
+    assert not compat.is_in_backward()
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         model(torch.ones(1, 2)).sum().backward()
 
