@@ -440,27 +440,3 @@ def refuse(path: str) -> None:
 
 def test_hooks_that_replace_parameters_before_training_and_tensors_without_memory_are_refused(tmp_path: Path) -> None:
     run_ranks(2, refuse, str(tmp_path / "a.ckpt"))
-
-
-class Copied(nn.Linear):
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = destination[prefix + "weight"].detach().clone()
-
-
-def copy_weight(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    state[prefix + "weight"] = state[prefix + "weight"].clone()
-
-
-COPIES: dict[str, Callable[[], nn.Module]] = {
-    "a method": lambda: nn.Sequential(Copied(2, 2)),
-    "a hook": lambda: nn.Sequential(hooked(nn.Linear(2, 2), saving=copy_weight)),
-}
-
-
-@pytest.mark.parametrize("kind", COPIES)
-def test_a_module_whose_state_dict_has_copies_is_loaded(kind: str, tmp_path: Path) -> None:
-    saved, loaded = COPIES[kind](), COPIES[kind]()
-    save(tmp_path / "a", {"model": saved})
-    load(tmp_path / "a", {"model": loaded})
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))

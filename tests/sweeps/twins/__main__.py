@@ -7,6 +7,7 @@ device where there are none.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -74,4 +75,8 @@ def _tell(name: str, ranks: Sequence[Found], expected: Found, *, stages: bool = 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]) > 0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topology", help=f"resumed, fabric, gpu, or one of {', '.join(TOPOLOGIES)}")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="of cases; all by default")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.topology, *arguments.names) > 0)

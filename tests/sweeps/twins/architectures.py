@@ -123,8 +123,6 @@ class ScalesByItsOwnLoss(Natural):  # a learning rate that follows the loss of t
 
 
 class Between(nn.Module):  # a block that does something to its hidden activation
-    kept: Tensor
-
     def __init__(self, hidden: Callable[[Between, Tensor], Tensor], wide: int) -> None:
         super().__init__()
         self.a, self.b, self.hidden = nn.Linear(WIDTH, wide), nn.Linear(12, WIDTH), hidden
@@ -141,18 +139,6 @@ def gated(block: Between, h: Tensor) -> Tensor:
     return value * gate.sigmoid()
 
 
-def sparse(block: Between, h: Tensor) -> Tensor:
-    """The largest activations alone."""
-    kept, places = h.topk(4, dim=-1)
-    return torch.zeros_like(h).scatter(-1, places, kept)
-
-
-def penalized(block: Between, h: Tensor) -> Tensor:
-    """Keeps its hidden activation for a penalty of the step."""
-    block.kept = torch.relu(h)
-    return block.kept
-
-
 def normed(block: Between, h: Tensor) -> Tensor:
     return F.gelu(block.norm(h))
 
@@ -165,27 +151,10 @@ def weighted(block: Between, h: Tensor) -> Tensor:
 OF_PARAMETERS = (normed, weighted)
 HIDDEN: dict[str, Callable[[Between, Tensor], Tensor]] = {
     "HiddenGated": gated,
-    "HiddenGatedByTorch": lambda block, h: F.glu(h),
-    "HiddenGatedBySlices": lambda block, h: h[..., :12] * F.silu(h[..., 12:]),
     "HiddenSoftmax": lambda block, h: h.softmax(-1),
     "HiddenNormed": normed,
-    "HiddenNormedByHand": lambda block, h: h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5),
-    "HiddenStandard": lambda block, h: F.layer_norm(h, h.shape[-1:]),
-    "HiddenScaledByWidth": lambda block, h: torch.relu(h) / h.shape[-1] ** 0.5,
-    "HiddenMaxOfColumns": lambda block, h: h - h.max(-1, keepdim=True).values,
-    "HiddenSparse": sparse,
-    "HiddenRolled": lambda block, h: h.flip(-1),
-    "HiddenGrouped": lambda block, h: F.group_norm(h, 2),
     "HiddenWeighted": weighted,
 }
 for _name, _hidden in HIDDEN.items():
     _wide = 24 if "Gated" in _name else 12
     type(_name, (Natural,), {"Layer": staticmethod(lambda of=_hidden, wide=_wide: Between(of, wide))})
-
-
-class HiddenPenalized(Natural):
-    Layer = staticmethod(lambda: Between(penalized, 12))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        return loss + sum(0.1 * layer.kept.square().mean() + 0.1 * layer.kept.mean() for layer in self.net.layers)
