@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, Box, DimShard, Holders, Layout, Shape
-from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_header_type
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     FORMAT,
@@ -153,11 +152,6 @@ class ShardEntry(NamedTuple):
     block: int
     nbytes: int
     checksums: str
-
-    @property
-    def stored(self) -> HeaderTensor:
-        """The entry that the header of the shard file must have for this box."""
-        return HeaderTensor(*to_header_type(self.dtype, self.box.shape), self.begin, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

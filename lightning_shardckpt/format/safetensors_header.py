@@ -236,11 +236,6 @@ def starts_of(header: Header, where: str) -> dict[str, Shape]:
     return starts
 
 
-def save_id_of(header: Header) -> str:
-    """Return the id of the save that a shard file says it belongs to."""
-    return str(header.metadata.get(_SAVE_ID))
-
-
 # ── files of whole tensors ────────────────────────────────────────────────────────────────────────────────────────────
 
 

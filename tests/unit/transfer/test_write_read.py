@@ -15,7 +15,7 @@ from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptEr
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec, rank_index_from_json, root_from_json
 from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
-from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
+from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.format.value_checks import checksum, checksum_blocks
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch
@@ -86,7 +86,7 @@ def test_files_hold_what_their_header_and_the_index_say() -> None:
             assert (len(content), checksum(content[:length])) == (shard_file.nbytes, shard_file.checksum)
             header = parse_header(content[:length], "")
             stored = header.tensors
-            assert save_id_of(header) == SAVE_ID
+            assert header.metadata["save_id"] == SAVE_ID
             for key, (entry,) in index.shards.items():
                 data = content[entry.begin : entry.begin + entry.nbytes]
                 expected = worlds.content(worlds.whole(key, tensors[key])[worlds.at(entry.box)])
