@@ -1,16 +1,17 @@
-"""Gathered parameters as arguments of functions: in the dtype of autocast, and saved for the backward.
-
-Autocast casts the arguments of linear layers and convolutions anyway, so a weight gathered in that dtype gives the same
-values with half the bytes. All other functions get the parameter itself.
+"""Gathered parameters as arguments of functions: saved for the backward, and in the dtype of autocast.
 
 Hooks for saved tensors keep a reference to a sharded parameter in place of the gathered one. They also detect changes
 of parameters between the forward and the backward.
+
+Autocast casts the arguments of linear layers and convolutions anyway, so a weight gathered in that dtype gives the same
+values with half the bytes. All other functions get the parameter itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
@@ -32,18 +33,11 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS
 
 
-class _SavedActivation(NamedTuple):
-    """A tensor other than a parameter. Autograd does not check the version of tensors that hooks have packed."""
-
-    tensor: Tensor
-    version: int
-
-
 class SavedParameters:
     """Packs and unpacks the tensors that operations on gathered parameters save for their backward.
 
-    Autograd can't see changes of a parameter whose memory it does not keep, and would compute wrong gradients. As for
-    plain tensors, a change is an error.
+    Autograd can't see changes of a parameter whose memory it does not keep, nor of tensors that hooks have packed, and
+    would compute wrong gradients. As for plain tensors, a change is an error.
 
     ``regather`` returns the memory of a parameter in a backward, if torch's engine frees it; it is None for others.
     """
@@ -65,7 +59,7 @@ class SavedParameters:
         if uses_other_hooks():
             return nullcontext()
         self._outer = _owner_of(packing_hook())
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, lambda unpack: unpack())
 
     def end_forward(self) -> None:
         """End the forward: from now on, parameters must not change."""
@@ -77,38 +71,35 @@ class SavedParameters:
             return version_of(self._leaves[n]), 0
         return version_key(self._leaves[n])
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         n = self._numbers.get(_memory(tensor))
         if n is None and self._outer is not None:
             return self._outer._pack(tensor)
-        if n is None:
-            return _SavedActivation(tensor.detach(), version_of(tensor))  # not itself: the graph would form a cycle
+        if n is None:  # not the tensor itself: the graph would form a cycle
+            return partial(self._unpack_activation, tensor.detach(), version_of(tensor))
         local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
-        if self._regather[n] is None:
-            return self, n, spec, local.detach()
-        return self, n, spec, (local.size(), local.stride(), local.storage_offset())
+        kept = local.detach() if self._regather[n] is None else None
+        return partial(self._unpack, n, kept, (local.size(), local.stride(), local.storage_offset()), spec)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _SavedActivation):
-            if version_of(packed.tensor) != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"one of shape {tuple(packed.tensor.shape)} that {self._name or 'the module'} computed with is at "
-                    f"version {version_of(packed.tensor)} instead of {packed.version}."
-                )
-            return packed.tensor
-        owner, n, spec, saved = packed
-        if owner._versions and owner._key(n) != owner._versions[n]:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "
-                "before the forward or after the backward."
-            )
-        regather = owner._regather[n]
+    def _unpack_activation(self, tensor: Tensor, version: int) -> Tensor:
+        if version_of(tensor) != version:
+            self._refuse(f"one of shape {tuple(tensor.shape)} that {self._name or 'the module'} computed with")
+        return tensor
+
+    def _unpack(self, n: int, kept: Tensor | None, layout: Any, spec: DTensorSpec | None) -> Tensor:
+        if self._versions and self._key(n) != self._versions[n]:
+            self._refuse(f"a parameter of {self._name or 'the module'}, of shape {tuple(self._leaves[n].shape)}")
+        regather = self._regather[n]
         memory = None if regather is None else local_tensor(regather())  # not under no_grad: then it would not copy
         with torch.no_grad():
-            local: Tensor = saved if memory is None else memory.as_strided(*saved)
+            local: Any = kept if memory is None else memory.as_strided(*layout)
             return local if spec is None else new_dtensor(local, spec)
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}. "
+            "Change it before the forward or after the backward."
+        )
 
 
 def uses_other_hooks() -> bool:

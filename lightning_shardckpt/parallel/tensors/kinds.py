@@ -39,15 +39,13 @@ class Kind(Enum):
 
 _NAMES = {
     Kind.METADATA: """
-        shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad grad_fn
-        is_floating_point is_complex is_signed is_conj is_neg element_size itemsize nbytes is_cuda is_cpu is_meta
-        is_sparse is_quantized is_mkldnn is_nested is_xla is_xpu is_mps is_ipu is_hpu is_vulkan is_mtia is_maia
-        is_contiguous stride storage_offset names has_names output_nr _version retains_grad is_inference is_shared
-        is_pinned get_device _backward_hooks _post_accumulate_grad_hooks _base requires_grad_ __len__ is_same_size
-        __hash__ __dir__ _is_view is_coalesced _is_zerotensor result_type can_cast is_tensor is_storage
-        _has_compatible_shallow_copy_type is_distributed is_set_to grad_dtype _has_grad_dtype_override
-        backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn
+        size dim ndimension numel nelement is_floating_point is_complex is_signed is_conj is_neg element_size
+        is_contiguous stride storage_offset has_names is_inference is_shared is_pinned get_device requires_grad_ __len__
+        is_same_size __hash__ __dir__ _is_view is_coalesced _is_zerotensor result_type can_cast is_tensor is_storage
+        is_distributed is_set_to _has_compatible_shallow_copy_type _has_grad_dtype_override
+        backward retain_grad __reduce_ex__ __setstate__ detach_
         """,
+    Kind.WHOLE: "T H mT mH real imag data grad",  # all other properties are metadata
     Kind.HOOK: "register_hook register_post_accumulate_grad_hook",
     Kind.ADDRESS: "data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__",
     Kind.RANDOM: """
@@ -86,6 +84,8 @@ def kind_of(func: Callable[..., Any]) -> Kind:
         return Kind.DERIVATIVE
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return _BY_NAME.get(name, Kind.LISTS)
+    if getattr(func, "__name__", name) != name:  # a property
+        return _BY_NAME.get(name, Kind.METADATA)
     return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"), Kind.WHOLE)
 
 

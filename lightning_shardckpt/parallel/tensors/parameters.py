@@ -92,17 +92,24 @@ def shard_parameters(
         ignored: plain parameters that stay so.
         partial: names of parameters whose gradients are partial sums over ``partial_group``.
         partial_group: the tensor-parallel ranks.
+
+    Raises:
+        UnsupportedCodeError: for a parameter of a subclass, whose behavior would be lost.
     """
-    partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
+    partial, new = frozenset(partial), dict[nn.Parameter, Any]()
     for prefix, module in root.named_modules():
         slots = parameter_slots(module)
         for name, old in list(slots.items()):
             if old is None or old in ignored or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
+            if type(old) is not nn.Parameter and not isinstance(old, DTensor):
+                raise UnsupportedCodeError(
+                    f"the parameter {fqn} is of the class {type(old).__name__}, which cannot be sharded: make it an "
+                    "nn.Parameter, or train with data_parallel_shard_size=1"
+                )
             if old not in new:
-                _refuse_other_kinds(old, fqn)
-                new[old] = _sharded(old, data_mesh, root_mesh, device)
+                new[old] = _shard(old, data_mesh, root_mesh, device)
                 new[old].__dict__[NAME] = fqn
             if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group
@@ -110,69 +117,40 @@ def shard_parameters(
         refresh_flat_weights([module])
 
 
-def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:
-    """Raise for a parameter of a subclass, whose behavior would be lost."""
-    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
-        return
-    raise UnsupportedCodeError(
-        f"the parameter {fqn} is of the class {type(parameter).__name__}, which cannot be sharded: make it an "
-        "nn.Parameter, or train with data_parallel_shard_size=1"
-    )
-
-
-def _sharded(
-    old: nn.Parameter, data_mesh: DeviceMesh | None, root_mesh: DeviceMesh, device: torch.device
-) -> nn.Parameter:
-    if data_mesh is not None:
-        spec = spec_over(old, data_mesh, root_mesh)
-    else:
-        assert isinstance(old, DTensor)
-        spec = spec_of(old)
-    sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
+def _shard(old: Any, data_mesh: DeviceMesh | None, root_mesh: DeviceMesh, device: torch.device) -> ShardedTensor:
+    spec = spec_of(old) if data_mesh is None else spec_over(old, data_mesh, root_mesh)
     with torch.no_grad():
-        part = own_rows(local_tensor(old).detach(), sharding)
+        part = own_rows(local_tensor(old).detach(), resolve_sharding(spec.mesh, tuple(spec.placements)))
         if part.is_meta:
             local = torch.empty(part.shape, dtype=part.dtype, device=device)
         else:
             local = part.to(device, copy=True, memory_format=torch.contiguous_format)
-        made = as_sharded(new_dtensor(local, spec))
-    leaf: Any = made.requires_grad_(old.requires_grad)
+        leaf = as_sharded(new_dtensor(local, spec))
+    leaf.requires_grad_(old.requires_grad)
     mark_as_parameter(leaf)
-    return leaf  # type: ignore[no-any-return]  # isinstance takes it for an nn.Parameter
+    return leaf
 
 
 def retire_parameter(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
     """Move a parameter's attributes and hooks to its replacement, and free its memory.
 
-    The old parameter becomes a `ReplacedParameter`; ``leaf`` is None if this rank has no replacement.
+    The old parameter becomes a `ReplacedParameter`; ``leaf`` is None if this rank has no replacement. Hooks move in the
+    same dictionaries, since their handles refer to these.
     """
     if type(old) is not nn.Parameter or old is leaf:
         return
     if leaf is not None:
         leaf.__dict__.update({k: v for k, v in vars(old).items() if k not in vars(leaf)})
-        _move_hooks(old, leaf)
+        for after, hooks in ((False, gradient_hooks(old)), (True, accumulation_hooks(old))):
+            if hooks and isinstance(leaf, ShardedTensor):
+                hooks.update({number: wrap_hook(hook, after=after) for number, hook in hooks.items()})
+            if hooks:
+                (set_accumulation_hooks if after else set_gradient_hooks)(leaf, hooks)
     old.grad = None
     if not old.is_meta:
         old.data = old.data.new_empty(0)
     old.__class__ = ReplacedParameter
     old.__dict__["_replacement"] = leaf
-
-
-def _move_hooks(old: nn.Parameter, leaf: nn.Parameter) -> None:
-    """Move hooks in the same dictionaries, since the hooks' handles refer to these."""
-    for after, hooks in ((False, gradient_hooks(old)), (True, accumulation_hooks(old))):
-        if not hooks:
-            continue
-        if isinstance(leaf, ShardedTensor):
-            for number, hook in hooks.items():
-                hooks[number] = wrap_hook(hook, after=after)
-        (set_accumulation_hooks if after else set_gradient_hooks)(leaf, hooks)
-
-
-_WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)
-_DEPTH = 4  # of containers in containers
-REGISTRIES = frozenset(vars(nn.Module()))
-"""The attributes of nn.Module itself, such as ``_parameters``."""
 
 
 def refuse_shared_memory(root: nn.Module) -> None:
@@ -195,9 +173,14 @@ def refuse_shared_memory(root: nn.Module) -> None:
 
 def _memory(tensor: Tensor) -> int | None:
     """Return an id of the memory of a tensor, if it has some."""
-    if dispatches(type(tensor)) or tensor.layout is not torch.strided or isinstance(tensor, _WITHOUT_SHAPE):
+    has_none = isinstance(tensor, UninitializedBuffer | UninitializedParameter)
+    if has_none or dispatches(type(tensor)) or tensor.layout is not torch.strided:
         return None
     return memory_id(tensor) if tensor.numel() else None
+
+
+_DEPTH = 4  # of containers in containers
+_REGISTRIES = frozenset(vars(nn.Module()))  # such as ``_parameters``
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:
@@ -207,42 +190,29 @@ def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) 
         root: a module that has the new parameters already.
         replaced: the new parameter, or a placeholder, for each old one.
     """
-    new_by_id = {id(old): new for old, new in replaced.items() if old is not new}
+    new_by_id: dict[int, Any] = {id(old): new for old, new in replaced.items() if old is not new}
     if not new_by_id:
         return
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return new_by_id.get(id(value), value)
-        return id(new_by_id[value]) if type(value) is int and value in new_by_id else value
-
-    replace_in_attributes(root, replace, len(new_by_id) + 100)  # longer containers hold data
-
-
-def replace_in_attributes(root: nn.Module, replace: Callable[[Any], Any], limit: int) -> None:
-    """Apply ``replace`` to each value in attributes of modules, also in containers; parameters and buffers stay.
-
-    Args:
-        root: the module tree.
-        replace: returns the new value, or its argument.
-        limit: containers with more items are skipped.
-    """
     for module in root.modules():
         for name, value in list(vars(module).items()):
-            if name not in REGISTRIES:
-                new = _replace_nested(value, replace, limit, _DEPTH)
+            if name not in _REGISTRIES:
+                new = _follow(value, new_by_id, _DEPTH)
                 if new is not value:
                     module.__dict__[name] = new
 
 
-def _replace_nested(value: Any, replace: Callable[[Any], Any], limit: int, depth: int) -> Any:
+def _follow(value: Any, new_by_id: Mapping[int, Any], depth: int) -> Any:
     """Return the new value; a list, set or dict is changed in place."""
-    if type(value) not in (list, tuple, set, frozenset, dict):
-        return replace(value)
-    if not depth or len(value) > limit:
+    if isinstance(value, nn.Parameter):
+        return new_by_id.get(id(value), value)
+    if type(value) is int and value in new_by_id:
+        return id(new_by_id[value])
+    if type(value) not in (list, tuple, set, frozenset, dict) or not depth:
+        return value
+    if len(value) > len(new_by_id) + 100:  # longer containers hold data
         return value
     items = [*value.items()] if type(value) is dict else [*value]
-    new_items = [_replace_nested(item, replace, limit, depth - 1) for item in items]
+    new_items = [_follow(item, new_by_id, depth - 1) for item in items]
     if all(new is old for new, old in zip(new_items, items, strict=True)):
         return value
     if type(value) in (tuple, frozenset):

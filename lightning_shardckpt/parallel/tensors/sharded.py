@@ -126,7 +126,7 @@ class ShardedTensor(DTensor):
         Raises:
             UnsupportedCodeError: for a storage, or another shape.
         """
-        if not isinstance(source, Tensor) or args or kwargs or source.shape != self.shape:
+        if not isinstance(source, Tensor) or args or kwargs:
             raise UnsupportedCodeError(
                 f"set_ replaces the memory of a sharded tensor of shape {tuple(self.shape)}, and this rank has only "
                 "some of its rows. Pass a tensor of the same shape, without offset or strides, or copy_ the values."
@@ -158,18 +158,20 @@ class ShardedTensor(DTensor):
             )
         return super().to_local(grad_placements=grad_placements)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]  # it is one
+    def _with(self, local: Tensor) -> ShardedTensor:
+        """Return a leaf like this one over other memory."""
         with without_torch_function(), torch.no_grad():
-            copied = new_like(self, local_tensor(self).clone())
-            copied.requires_grad_(self.requires_grad)
+            leaf: Any = new_like(self, local).requires_grad_(self.requires_grad)
         if is_marked_as_parameter(self):
-            mark_as_parameter(copied)
-        memo[id(self)] = copied
-        if self.grad is not None:
-            copied.grad = self.grad.detach().clone()
-        return copied
+            mark_as_parameter(leaf)
+        return leaf  # type: ignore[no-any-return]  # it is one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copied = self._with(local_tensor(self).detach().clone())
+            if self.grad is not None:
+                copied.grad = self.grad.detach().clone()
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         warnings.warn(
@@ -178,13 +180,10 @@ class ShardedTensor(DTensor):
             "checkpoint.",
             stacklevel=2,
         )
-        with without_torch_function(), torch.no_grad():
-            alias: Any = new_like(self, local_tensor(self))
-            alias.requires_grad_(self.requires_grad)
-            if is_marked_as_parameter(self):
-                mark_as_parameter(alias)
-            alias.__dict__.update((name, value) for name, value in self.__dict__.items() if name != RECEIVER)
-            alias.__class__ = DTensor  # as torch pickles it
+        alias: Any = self._with(local_tensor(self))
+        alias.__dict__.update((name, value) for name, value in self.__dict__.items() if name != RECEIVER)
+        alias.__class__ = DTensor  # as torch pickles it
+        with without_torch_function():
             return DTensor.__reduce_ex__(alias, protocol)  # type: ignore[no-untyped-call]  # torch's
 
     def __repr__(self) -> str:  # type: ignore[override]
