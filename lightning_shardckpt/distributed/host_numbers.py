@@ -17,18 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.torch_distributed import (
-    all_gather_single,
-    backend_name,
-    group_of_name,
-)
-from lightning_shardckpt.distributed.world import current_world, find_lost, is_collective_failure, raise_if_lost
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, backend_name, group_of_name
+from lightning_shardckpt.distributed.world import current_world, is_collective_failure, raise_if_lost
 from lightning_shardckpt.errors import RankError
 
 _WAIT_TIMED_OUT = "Operation timed out!"
 """torch's message if a wait for a gloo collective timed out; the collective goes on."""
 _LOOK_S = 2.0
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # by name, which keeps no group alive
+
+# ── groups and waits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -64,13 +62,7 @@ are given up."""
 
 
 def look_for_notices(purpose: str, ranks: Collection[int], seen: set[str]) -> None:
-    """Raise an UnsupportedCodeError if one of ``ranks`` waits for this one elsewhere, for longer than a moment.
-
-    Args:
-        purpose: of the wait of this rank, for the message.
-        ranks: for which this rank waits.
-        seen: the same set in each look of one wait.
-    """
+    """Raise an UnsupportedCodeError if one of ``ranks`` waits for this one elsewhere, for longer than a moment."""
     for notice in notices:
         notice(purpose, ranks, seen)
 
@@ -99,27 +91,28 @@ def wait_for(
     assert work is not None  # since this rank is in the group
     look = look or partial(look_for_notices, purpose, range(dist.get_world_size()) if ranks is None else ranks, set())
     try:
-        while not ends_within(work, _LOOK_S):
+        while not _ends_in_time(work):
             look()
             raise_if_lost()
     except BaseException as error:
         if dist.is_initialized():
             current_world().is_usable = False
-        lost = find_lost() if is_collective_failure(error) else None
-        if lost is not None:
-            raise RankError(lost) from error
+            if is_collective_failure(error) and (lost := current_world().find_lost()) is not None:
+                raise RankError(lost) from error
         raise
 
 
-def ends_within(work: dist.Work, seconds: float) -> bool:
-    """Wait for a gloo collective for up to ``seconds``; return True if it ended. After False it goes on."""
+def _ends_in_time(work: dist.Work) -> bool:
     try:
-        work.wait(timedelta(seconds=seconds))
+        work.wait(timedelta(seconds=_LOOK_S))
     except RuntimeError as error:
         if _WAIT_TIMED_OUT not in str(error):
             raise
         return False
     return True
+
+
+# ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -135,18 +128,7 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> T
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return True if ``flag`` is True on any rank. Collective: every rank of `group` must call it."""
-    return bool(max_over_ranks(torch.tensor(int(flag)), group))
-
-
-def max_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Reduce a CPU tensor in place to the elementwise maximum over the ranks, and return it.
-
-    Collective: every rank of `group` must call it.
-    """
-    ranks = host_group(group)
-    work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks, async_op=True)
-    wait_for(work, ranks=dist.get_process_group_ranks(ranks))
-    return numbers
+    return bool(gather_numbers(torch.tensor(flag), group).any())
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
@@ -160,26 +142,24 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.Redu
         group: the ranks.
         reduce_op: of torch, or its name in any case; ``"mean"`` is ``"avg"``, and None is ``"sum"``.
     """
-    name = {"mean": "avg"}.get(reduce_op, reduce_op) if isinstance(reduce_op, str) else None
-    is_mean, total = name == "avg", tensor.detach()
-    if is_mean and not (tensor.is_floating_point() or tensor.is_complex()):
-        _reduce(total := tensor.to(torch.int64, copy=True), group, dist.ReduceOp.SUM)
-        mean = total / group.size()
-        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
-    if is_mean and backend_name(group, tensor.device) == "gloo":  # which has no mean
-        _reduce(total, group, dist.ReduceOp.SUM)
-        total.div_(group.size())
-    else:
-        _reduce(total, group, getattr(dist.ReduceOp, name.upper()) if name else reduce_op or dist.ReduceOp.SUM)
-    return tensor
-
-
-def _reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    op: Any = reduce_op or "sum"
+    is_mean = isinstance(op, str) and op in ("mean", "avg")
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    total = tensor.to(torch.int64, copy=True) if is_mean and is_integer else tensor.detach()
+    sums = is_mean and (is_integer or backend_name(group, tensor.device) == "gloo")  # which has no mean
+    name = "sum" if sums else "avg" if is_mean else op
+    op = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else op
+    work = dist.all_reduce(total, op=op, group=group, async_op=True)
     if tensor.is_cpu:
         wait_for(work, "a reduction", dist.get_process_group_ranks(group))
     else:
         work.wait()  # only the stream waits
+    if is_mean and is_integer:
+        mean = total / group.size()
+        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
+    if sums:
+        total.div_(group.size())
+    return tensor
 
 
 def pickle_to_tensors(value: Any) -> tuple[Tensor, Tensor]:
@@ -215,11 +195,13 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     return value if is_source else unpickle_tensor(content)
 
 
+# ── copies between host and device ────────────────────────────────────────────────────────────────────────────────────
+
+
 def on_device(numbers: Sequence[complex], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of the numbers on ``device``, without waiting for a GPU."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    is_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, pin_memory=is_gpu).to(device, non_blocking=is_gpu)
 
 
 def wait_for_copies(device: torch.device) -> None:
@@ -229,22 +211,19 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host: started at construction, read later.
+    """An asynchronous copy of a tensor to pinned memory of the host: started at construction, read later.
 
     Args:
         tensor: must not be written to any more.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = tensor
+        self._host, self._event = tensor.to("cpu", non_blocking=True), None
         if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
         """Return the copy in host memory; waits if it is not complete yet."""
-        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]  # torch's
+        if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -12,10 +12,11 @@ import builtins
 import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch.distributed as dist
 
@@ -29,8 +30,8 @@ from lightning_shardckpt.system.text import list_some
 
 T = TypeVar("T")
 R = TypeVar("R")
-_instances = itertools.count()
-_group_instances: dict[str, itertools.count[int]] = {}  # by name of the group, since only its ranks count them
+_instances: dict[str, itertools.count[int]] = defaultdict(itertools.count)  # by group, since only its ranks count them
+_PARTS = 3  # of a step: the work of rank 0, that of the others, and the lead
 _PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a server takes 11 µs for each
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
 _KEYS = 512  # in a request
@@ -46,8 +47,6 @@ class ErrorReport(TypedDict):
     type: str
     message: str
     errno: int | None
-    ranks: NotRequired[list[int]]
-    """The failed ranks; the error is that of the first one."""
 
 
 def report_error(error: BaseException) -> ErrorReport:
@@ -98,16 +97,16 @@ class Ranks:
         world: int,
         timeout_s: float = 1800.0,
         *,
-        name: str | None = None,
+        name: str = "",
         tuning: Tuning = TUNING,
         members: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world, self._timeout_s, self._tuning = rank, world, timeout_s, tuning
         self._members, self.is_background = members, False
         self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
-        self._store: Store | None = None
+        self._store = store
         if store is not None:
-            self._store = PrefixStore(f"shardckpt-{next(_instances) if name is None else name}", store)
+            self._store = PrefixStore(f"shardckpt-{name or next(_instances[''])}", store)
             self._watched = World(self._store, rank, world) if members is None else current_world()
 
     @classmethod
@@ -118,19 +117,17 @@ class Ranks:
     @classmethod
     def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
         """Return all ranks of the default process group, or this process alone if it is not initialized."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls.alone()
-        rank, world = dist.get_rank(), dist.get_world_size()
-        return cls(current_world().store, rank, world, timeout_s, tuning=tuning, members=range(world))
+        group = dist.group.WORLD
+        return cls.alone() if group is None else cls.of_group(group, timeout_s, tuning=tuning)
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0) -> Ranks:
+    def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
         """Return the ranks of a process group, in its order. All must create their instances in the same order."""
         if group.size() == 1:
             return cls.alone()
-        name = f"{group.group_name}-{next(_group_instances.setdefault(group.group_name, itertools.count()))}"
-        members = dist.get_process_group_ranks(group)
-        return cls(current_world().store, group.rank(), group.size(), timeout_s, name=name, members=members)
+        name = f"{group.group_name}-{next(_instances[group.group_name])}"
+        members, store = dist.get_process_group_ranks(group), current_world().store
+        return cls(store, group.rank(), group.size(), timeout_s, name=name, tuning=tuning, members=members)
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
@@ -163,21 +160,29 @@ class Ranks:
         if self._store is None:
             return lead([work()])
         store, self._count = self._store, self._count + 1
-        cause: BaseException | None = None
-        try:
-            text = _json({"value": work(), "phase": phase})
-        except BaseException as error:
-            text, cause = _json({"error": report_error(error), "phase": phase}), error
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        text, cause = _call(lambda: {"value": work(), "phase": phase}, phase)
         put_bytes(store, f"{self._count}/{self.rank}", text)
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
-        answer = self._lead(store, phase, lead, wait_s) if self.rank == 0 else self._get_answer(store, phase, wait_s)
+        if self.rank == 0:
+            text, failure = _call(lambda: self._answer(store, phase, lead, timeout_s), phase)
+            put_bytes(store, f"{self._count}/answer", text)
+            if self._answered:
+                store.delete_key(f"{self._answered}/answer")  # all have read it, since they have all come to this step
+            self._answered, cause = self._count, cause or failure
+        else:
+            text = self._wait_for_answer(store, phase, timeout_s)
+        answer = json.loads(text)
         store.delete_key(f"{self._count}/{self.rank}")  # which says that this rank has read the answer
         if "error" in answer:
             self.wait_until_read(self._tuning.error_delivery_s)  # the error may end this process, which keeps the store
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if "error" in answer:
-            raise _rebuild(answer["error"], phase) from cause
+            ranks = answer.get("ranks", [0])
+            also = f" (and rank(s) {_ranks_text(ranks[1:])})" if ranks[1:] else ""
+            report: ErrorReport = answer["error"]
+            message = f"rank {ranks[0]}{also} failed while {phase}: {report['type']}: {report['message']}"
+            raise rebuild_error(report, message) from cause
         result: R = answer["value"]
         return result
 
@@ -187,35 +192,18 @@ class Ranks:
         Not collective. Called at the end of a run; at exit, the world waits for all ranks. Waits the whole time if a
         rank's process on another host is gone.
         """
-        if self._store is None or self.rank != 0:
+        store, deadline = self._store, time.monotonic() + timeout_s
+        if store is None or self.rank != 0:
             return
-        deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             for rank in range(1, self.world):
-                while self._store.check([f"{self._answered}/{rank}"]) and rank not in self._gone():
+                while store.check([f"{self._answered}/{rank}"]) and rank not in self._gone():
                     if time.monotonic() >= deadline:
                         return
                     time.sleep(self._tuning.rank_longest_poll_s)
 
-    def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
-        """Answer a step on rank 0."""
-        interrupt: BaseException | None = None
-        try:
-            text = _json(self._collect(store, phase, lead, timeout_s))
-        except BaseException as error:
-            text = _json({"error": {**report_error(error), "ranks": [0]}})
-            interrupt = None if isinstance(error, Exception) else error
-        put_bytes(store, f"{self._count}/answer", text)
-        store.delete_key(f"{self._count}/leading")
-        if self._answered:
-            store.delete_key(f"{self._answered}/answer")  # all ranks have read it, since they have all answered later
-        self._answered = self._count
-        if interrupt is not None:
-            raise interrupt
-        answer: dict[str, Any] = json.loads(text)
-        return answer
-
-    def _collect(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
+    def _answer(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
+        """Wait on rank 0 for the reports of all ranks, and return the answer to them."""
         keys = [f"{self._count}/{rank}" for rank in range(self.world)]
         absent = list(keys)
 
@@ -234,59 +222,47 @@ class Ranks:
         reports = json.loads(b"[" + b",".join(texts) + b"]")
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
-            return {"error": {**reports[failed[0]]["error"], "ranks": failed}}
+            return {"error": reports[failed[0]]["error"], "ranks": failed}
         calls: dict[str, str] = {}
         for rank, report in enumerate(reports):
             calls.setdefault(report["phase"].split(" ")[0], f"rank {rank} is {report['phase']}")
         if len(calls) > 1:
             raise MismatchError(f"the ranks are in different calls: {', '.join(calls.values())}")
-        put_bytes(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _get_answer(self, store: Store, phase: str, timeout_s: float) -> dict[str, Any]:
-        """Wait for the answer of rank 0, which has the time for its own work, then for that of others, then to lead."""
+    def _wait_for_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
+        """Wait for rank 0, which has the time for its own work, then for that of others, then to lead."""
         look = partial(get_if_set, store, f"{self._count}/answer")
-        signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, phase, signs)) is not None:
-                answer: dict[str, Any] = json.loads(text)
-                return answer
-            problem = f"within {timeout_s:g} s: it hangs, is stopped, or did not enter this call"
+            if (text := self._wait(store, look, _PARTS * timeout_s + self._tuning.rank_grace_s, phase)) is not None:
+                return text
+            problem = f"within {_PARTS} * {timeout_s:g} s: it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
             raise
         except RuntimeError as error:  # the store's
             problem = f"any more: it died, and the store with it: {error}"
         raise RankError(f"rank {self.rank} got no answer from rank 0 while {phase}, {problem}")
 
-    def _wait(
-        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, signs: Sequence[str] = ()
-    ) -> T | None:
+    def _wait(self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each key of ``signs``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits for
-        this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
-        busy, and it serves a request of rank 0 only after one of each other rank. Rank 0 polls as often as one of few
-        ranks.
+        Looks whether a rank is lost, or waits for this one elsewhere. The more ranks poll, the longer each pauses:
+        together they would keep the store's server busy, and it serves a request of rank 0 only after one of each other
+        rank. Rank 0 polls as often as one of few ranks.
         """
-        signs, seen = list(signs), set[str]()
-        began = checked_at = time.monotonic()
-        deadline, polling = began + timeout_s, self.world if self.rank else 1
+        seen, polling = set[str](), self.world if self.rank else 1
+        began = checked_at = now = time.monotonic()
         shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
         longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
-        while (value := look()) is None:  # not store.wait: a TCPStore prints warnings for each one that times out
+        while (value := look()) is None and now - began < timeout_s:  # store.wait prints warnings when it times out
             raise_if_lost()
-            now = time.monotonic()
-            if now - checked_at >= self._tuning.host_look_s or now >= deadline:
+            if now - checked_at >= self._tuning.host_look_s:
                 checked_at = now
                 self._answer_for_gone_ranks(store)
                 if self._members is not None and not self.is_background:
                     look_for_notices(phase, self._members, seen)
-                while signs and store.check([signs[0]]):
-                    del signs[0]
-                    deadline = now + timeout_s
-            if now >= deadline:
-                return look()
-            time.sleep(max(min(max(shortest, (now - began) / 20), longest, deadline - now), 0))
+            time.sleep(min(max(shortest, (now - began) / 20), longest))
+            now = time.monotonic()
         return value
 
     def _gone(self) -> dict[int, str]:
@@ -296,13 +272,21 @@ class Ranks:
         return {rank: gone[member] for rank, member in enumerate(members) if member in gone}
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
-        """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
+        """Report an error for each rank whose process is gone; for rank 0 also write its answer."""
         for rank, message in self._gone().items():
             reason = self._watched.lost or message  # the error that ended it, if it has told
-            text = _json({"error": {**report_error(RankError(reason)), "ranks": [rank]}, "phase": ""})
+            text = _json({"error": report_error(RankError(reason)), "ranks": [rank], "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     put_bytes(store, key, text)
+
+
+def _call(work: Callable[[], dict[str, Any]], phase: str) -> tuple[bytes, BaseException | None]:
+    """Return the result of ``work`` as JSON, or its error in place of a result, and the error."""
+    try:
+        return _json(work()), None
+    except BaseException as error:
+        return _json({"error": report_error(error), "phase": phase}), error
 
 
 def refuse_unusable_world(ranks: Ranks) -> None:
@@ -332,9 +316,3 @@ def _json(value: dict[str, Any]) -> bytes:
 def _ranks_text(ranks: list[int]) -> str:
     """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
     return f"[{list_some([*map(str, ranks)], _LISTED)}]"
-
-
-def _rebuild(report: ErrorReport, phase: str) -> Exception:
-    first, *others = report["ranks"]
-    also = f" (and rank(s) {_ranks_text(others)})" if others else ""
-    return rebuild_error(report, f"rank {first}{also} failed while {phase}: {report['type']}: {report['message']}")

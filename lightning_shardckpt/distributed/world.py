@@ -2,12 +2,12 @@
 
 NCCL does not notice that a peer is gone: the others would wait in a collective until the timeout of the process group.
 So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
-processes of its host live, and which reports there are in the store: of a dead process, of a rank that ends with an
-uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the same run.
-The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log it, and
-abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the
-process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a
-machine whose processes no other rank sees: the launcher ends the job then.
+next living process of its host still lives, and which reports there are in the store: of a dead process, of a rank that
+ends with an uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the
+same run. The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log
+it, and abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout
+of the process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so
+is a machine whose processes no other rank sees: the launcher ends the job then.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
 epoch, which can't end without it, reports that. Processes are looked up in Linux's /proc; without it, all count as
@@ -21,14 +21,13 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -49,7 +48,7 @@ from lightning_shardckpt.system.threads import NoThreadError, Worker
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone
-_CHECKED = 64  # processes that a rank checks; with more on a host, each checks the next ones, and together all
+_LEFT = "it has left: its process, or its process group, has ended"
 _COLLECTIVE_MESSAGES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
@@ -64,6 +63,18 @@ def is_collective_failure(error: BaseException) -> bool:
     )
 
 
+class _Report(NamedTuple):
+    """A report to all ranks, and when this rank read it.
+
+    ``rank`` failed, or all did (None); in a run, or for all time (0). Without a ``text``, it has only left.
+    """
+
+    rank: int | None
+    run: int
+    text: str | None
+    read_s: float
+
+
 class World:
     """The ranks of one process group, in which each one has an object of this class.
 
@@ -76,7 +87,7 @@ class World:
 
     Attributes:
         is_usable: False once this rank has left a collective that may never end.
-        gone: the ranks whose processes have ended, with a sentence for each, as of the last ``look``.
+        gone: the ranks whose processes are known to have ended, with a sentence for each, as of the last ``look``.
         batch: the epoch of this rank's run, and the number of its batches that have begun.
         tuning: the times.
     """
@@ -85,38 +96,45 @@ class World:
         self.store, self.rank, self.size, self.tuning = store, rank, size, TUNING
         self.is_usable, self.gone, self.batch = True, dict[int, str](), (0, 0)
         self._looking = threading.RLock()  # reentrant: a signal handler may save
-        self._processes, self._left = list[tuple[int, int, str]](), list[int]()  # rank, process and its start time
+        self._processes = list[tuple[int, int, str]]()  # of this host: rank, process and its start time
+        self._reports = dict[int, _Report]()  # by number in the store; 0 is this rank's own
         self._host = f"host/{host_id()}"
         self._number = store.add(self._host, 1)
         process = json.dumps([rank, os.getpid(), start_time(os.getpid())])
         put_bytes(store, f"{self._host}/{self._number}", process.encode())
         self._run = self._run_count = 0  # 0 between runs
         self._epochs_over = 0  # in this run; a trial run and the run after it have epochs of the same number
-        self._lost: str | None = None  # for all time
-        self._failed: str | None = None  # in this run
-        self._reports = dict[str, float]()  # the time since which a report is there
-        self._is_logged = self._has_left = False
+        self._logged: str | None = None
+        self._has_left = False
         self._running = threading.Lock()  # held until `end`; taken and released in one step each
         self._thread = Worker(lambda: None, name="shardckpt-watch", daemon=True)
 
     @property
     def lost(self) -> str | None:
         """A sentence with the lost rank and the reason; None if no rank is lost."""
-        return self._failed or self._lost
+        return self._first_report(0, self._run)
+
+    def _first_report(self, *runs: int, at_once: bool = False) -> str | None:
+        """Return the sentence of the first report of other ranks; one that is new counts only with ``at_once``."""
+        known_since = time.monotonic() - self.tuning.exception_agreement_s  # this rank may yet fail by itself
+        for rank, run, text, read_s in list(self._reports.values()):
+            is_believed = at_once or rank is None or rank in self.gone or read_s <= known_since
+            if text is not None and rank != self.rank and run in runs and is_believed:
+                return text if rank is None else f"rank {rank} {text}"
+        return None
 
     # --- the life of a rank ---
 
-    def watch(self, tuning: Tuning, has_group: Callable[[], bool] = lambda: True) -> None:
-        """Watch the other ranks until the end; does nothing if the system can start no more threads.
+    def watch(self, tuning: Tuning) -> None:
+        """Watch the other ranks of the default process group until it is destroyed, or the end.
 
-        Args:
-            tuning: the times; a later call changes them.
-            has_group: returns False once this rank has destroyed the process group, which ends the watch.
+        A later call changes the times. Does nothing if the system can start no more threads.
         """
         self.tuning = tuning
         if not self._running.locked() and not self._has_left:
+            assert dist.group.WORLD is not None
             self._running.acquire()
-            self._thread = Worker(partial(self._watch, has_group), name="shardckpt-watch", daemon=True)
+            self._thread = Worker(partial(self._watch, ref(dist.group.WORLD)), name="shardckpt-watch", daemon=True)
             with suppress(NoThreadError):
                 self._thread.start()
 
@@ -133,7 +151,7 @@ class World:
             yield
             return
         self._run_count += 1
-        self._begin(self._run_count)
+        self._run, self._epochs_over, self.batch = self._run_count, 0, (0, 0)
         try:
             yield
         except BaseException as error:
@@ -141,7 +159,7 @@ class World:
             lost = self.find_lost() if is_collective else self.lost
             if lost is None:
                 with suppress(RuntimeError):  # the store's: it is gone
-                    self._report(f"failed/{self._run}", self.rank, _failure_text(error))
+                    self._report(self.rank, self._run, _failure_text(error))
             if lost is not None or is_collective:
                 self.is_usable = False
             if lost is not None and isinstance(error, Exception) and not isinstance(error, ShardCkptError):
@@ -151,12 +169,7 @@ class World:
             if self.lost is not None:  # the outputs of an aborted collective are invalid
                 raise RankError(self.lost)
         finally:
-            self._begin(0)
-
-    def _begin(self, run: int) -> None:
-        with self._looking:
-            self._run, self._epochs_over, self._failed, self.batch = run, 0, None, (0, 0)
-            self._is_logged = self._is_logged and self._lost is not None
+            self._run = 0
 
     @contextmanager
     def epoch_over(self) -> Iterator[None]:
@@ -176,11 +189,11 @@ class World:
         if self._running.locked():
             self._running.release()
         self._thread.has_ended(_LEAVING_S)
-        if error is not None and is_collective_failure(error):
-            self._lost = self.find_lost()
         deadline = time.monotonic() + self.tuning.watch_s + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
-            self._leave(error)
+            if error is not None and (self.find_lost() if is_collective_failure(error) else self.lost) is None:
+                self._report(self.rank, 0, _failure_text(error))
+            self._leave()
             while self.rank == 0 and len(self.gone) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(self.tuning.look_again_s)
                 self.look()
@@ -191,92 +204,75 @@ class World:
             self.end(getattr(sys, "last_value", None))
             self._log_lost()
 
-    def _leave(self, error: BaseException | None = None) -> None:
-        if error is not None and self.lost is None:
-            self._report("lost", self.rank, _failure_text(error))
+    def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            put_bytes(self.store, f"left/{self.store.add('left', 1)}", b"%d" % self.rank)
+            self._report(self.rank, 0, None)
+
+    def _report(self, rank: int | None, run: int, text: str | None) -> None:
+        put_bytes(self.store, f"report/{self.store.add('reports', 1)}", json.dumps([rank, run, text]).encode())
 
     # --- other ranks ---
 
-    def look(self, *, at_once: bool = False) -> None:
+    def look(self) -> None:
         """Look for ended processes and for reports. Not collective; any thread may call it.
-
-        Args:
-            at_once: believe a report that is new.
 
         Raises:
             RuntimeError: if the store can't be reached.
         """
         with self._looking:
-            ended = self._ended_processes()
-            while (left := get_if_set(self.store, f"left/{len(self._left) + 1}")) is not None:
-                self._left.append(int(left))
-                if int(left) != self.rank:
-                    self.gone[int(left)] = "it has left: its process, or its process group, has ended"
+            ended = self._ended_processes()  # first: one that leaves says so before it ends
+            for number in range(1, self.store.add("reports", 0) + 1):
+                if number not in self._reports and (entry := get_if_set(self.store, f"report/{number}")) is not None:
+                    rank, run, text = json.loads(entry)
+                    self._reports[number] = _Report(rank, run, text, time.monotonic())
+                    if text is None and rank != self.rank:
+                        self.gone[rank] = _LEFT
             for rank, pid in ended.items():
-                text = f"its process, pid {pid} on {os.uname().nodename}, is gone: it was killed, or it left"
-                self.gone.setdefault(rank, text)
-                if self._running.locked() and rank not in self._left:
-                    self._report("lost", rank, f"is lost: {text}")
-            self._compare_batches()
-            self._lost = self._read_report("lost", at_once) or self._lost
-            self._failed = self._failed or (self._read_report(f"failed/{self._run}", at_once) if self._run else None)
+                if rank not in self.gone:
+                    text = f"its process, pid {pid} on {os.uname().nodename}, is gone: it was killed, or it left"
+                    self.gone[rank] = text
+                    if self._running.locked():
+                        self._report(rank, 0, f"is lost: {text}")
+            over = get_if_set(self.store, f"over/{self._run}/{self._epochs_over}") if self._run else None
+            if over is not None and self.lost is None:
+                (epoch, batches, rank), (own_epoch, begun) = json.loads(over), self.batch
+                if epoch == own_epoch and begun > batches:  # its epoch is over, and this rank goes on in it
+                    self._report(None, self._run, unequal_batches_text(epoch, rank, batches, self.rank, begun))
 
     def _ended_processes(self) -> dict[int, int]:
-        """Return the ids of ended processes by rank, of those that this rank checks."""
+        """Return the ids of the processes by rank that have ended, from this one's successor to the next that lives."""
         while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
             self._processes.append(tuple(json.loads(entry)))
-        count = len(self._processes)
-        checked = [self._processes[(self._number + i) % count] for i in range(min(count, _CHECKED))]
-        return {rank: pid for rank, pid, started in checked if started and start_time(pid) != started}
-
-    def _read_report(self, key: str, at_once: bool) -> str | None:
-        report = get_if_set(self.store, key)
-        if report is None:
-            return None
-        rank, text = json.loads(report)
-        waited_s = time.monotonic() - self._reports.setdefault(key, time.monotonic())
-        at_once = at_once or rank is None or rank in self.gone
-        # this rank may yet end with an error of its own
-        if rank == self.rank or (not at_once and waited_s < self.tuning.exception_agreement_s):
-            return None
-        return str(text) if rank is None else f"rank {rank} {text}"
-
-    def _compare_batches(self) -> None:
-        """Report if this rank has begun a batch of an epoch that is over on another one."""
-        over = get_if_set(self.store, f"over/{self._run}/{self._epochs_over}") if self._run else None
-        if over is not None:
-            (epoch, batches, rank), (own_epoch, begun) = json.loads(over), self.batch
-            if epoch == own_epoch and begun > batches:
-                text = unequal_batches_text(epoch, rank, batches, self.rank, begun)
-                self._report(f"failed/{self._run}", None, text)
-
-    def _report(self, key: str, rank: int | None, text: str) -> None:
-        """Report a lost rank, or None for an error of all, to all ranks; only the first report is kept."""
-        self.store.compare_set(key, "", json.dumps([rank, text]))
+        ended = dict[int, int]()
+        for rank, pid, started in self._processes[self._number :] + self._processes[: self._number - 1]:
+            if not started or start_time(pid) == started:
+                break
+            ended[rank] = pid
+        return ended
 
     def find_lost(self) -> str | None:
         """Return the sentence of ``lost``, or that of a rank whose report is there, or whose process has ended.
 
         Looks for as long as ``error_delivery_s``, since the connections of a process end before the process.
         """
-        deadline = time.monotonic() + self.tuning.error_delivery_s
+        deadline, found = time.monotonic() + self.tuning.error_delivery_s, None
         with suppress(RuntimeError):  # the store's: it is gone
-            self.look(at_once=True)
-            while self.lost is None and not self.gone and time.monotonic() < deadline:
+            while found is None:
+                self.look()
+                found = self._first_report(0, self._run, at_once=True)
+                if self.gone or time.monotonic() >= deadline:
+                    break
                 time.sleep(self.tuning.look_again_s)
-                self.look(at_once=True)
-        return self.lost or next((f"rank {rank} is lost: {text}" for rank, text in self.gone.items()), None)
+        return found or self.lost or next((f"rank {r} is lost: {text}" for r, text in self.gone.items()), None)
 
     # --- the thread ---
 
-    def _watch(self, has_group: Callable[[], bool]) -> None:
+    def _watch(self, group: ref[dist.ProcessGroup]) -> None:
         failures = 0
         while not self._running.acquire(timeout=self.tuning.watch_s):
             try:
-                if not has_group():
+                if group() is None or group() is not dist.group.WORLD:
                     self._leave()
                     return
                 self.look()
@@ -285,19 +281,19 @@ class World:
                 failures += 1
                 if failures == _STORE_FAILURES:
                     keeper = "the process that keeps the store of the process group, perhaps rank 0, is gone"
-                    self._lost = self.gone.get(0) or f"{keeper}: {one_line(str(error))}"
-            if 0 in self._left and self.rank != 0 and not self._reports:
+                    self._reports[0] = _Report(None, 0, self.gone.get(0) or f"{keeper}: {one_line(str(error))}", 0.0)
+            if self.gone.get(0) == _LEFT and all(report.text is None for report in self._reports.values()):
                 return  # the store may go with rank 0
-            if self.lost is not None and not self._is_logged:
+            if self.lost not in (None, self._logged):
                 self._log_lost()  # the main thread may wait in gloo, which can't be aborted
                 abort_accelerators()
-            if self._lost is not None:
+            if self._first_report(0) is not None:
                 return
 
     def _log_lost(self) -> None:
-        if self.lost is not None and not self._is_logged:
-            self._is_logged = True
-            _log.error("%s", self.lost)
+        if (lost := self.lost) not in (None, self._logged):
+            self._logged = lost
+            _log.error("%s", lost)
 
 
 def _failure_text(error: BaseException) -> str:
@@ -312,40 +308,6 @@ def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun:
         "end after the same number on all data-parallel ranks), limit them to the smallest number "
         "(limit_train_batches), and set trainer.should_stop on all ranks or on none."
     )
-
-
-# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _is_python(pid: int) -> bool:
-    try:
-        return b"python" in os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
-    except OSError:
-        return False
-
-
-_PARENT = os.getppid() if _is_python(os.getppid()) else None  # Lightning's launcher, which is rank 0 or one of the host
-
-
-def wait_for_launcher(address: str, port: int, rank: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens, in a process that its launcher has started; for ``timeout_s``, and in vain if need be.
-
-    torch's own wait does not notice that rank 0 has ended before it listened.
-
-    Raises:
-        RankError: if the process that started this one has ended.
-    """
-    deadline, pause_s = time.monotonic() + timeout_s, 0.2
-    while _PARENT is not None and time.monotonic() < deadline:
-        with suppress(OSError):
-            socket.create_connection((address, port), timeout=pause_s).close()
-            return
-        if os.getppid() != _PARENT:
-            raise RankError(
-                f"rank {rank} can't join the process group: the process that started it, pid {_PARENT}, which "
-                f"is rank 0 or the first rank of this host, is gone, and nobody listens at {address}:{port}"
-            )
-        time.sleep(pause_s)
 
 
 # ── the world of the default process group ────────────────────────────────────────────────────────────────────────────
@@ -379,28 +341,16 @@ def watch_world(tuning: Tuning = TUNING) -> None:
     Every rank must call it; later calls only change the times. `raise_if_lost` and the log report a lost rank. An
     uncaught exception is reported to the other ranks.
     """
-    group = dist.group.WORLD
-    if group is not None and dist.get_world_size() > 1:
-        current_world().watch(tuning, partial(_is_default_group, ref(group)))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        current_world().watch(tuning)
 
 
-def _is_default_group(group: ref[dist.ProcessGroup]) -> bool:
-    return group() is not None and group() is dist.group.WORLD
-
-
-@contextmanager
-def watch_run(tuning: Tuning = TUNING) -> Iterator[None]:
-    """Report an error that leaves the context to the ranks inside it; every rank must enter it.
-
-    Raises:
-        RankError: naming the lost rank, in place of the collective's own error.
-    """
+def watch_run(tuning: Tuning = TUNING) -> AbstractContextManager[None]:
+    """Return the context of a run of all ranks, as `World.run`, in which they are watched; every rank must enter it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield
-        return
+        return nullcontext()
     watch_world(tuning)
-    with current_world().run():
-        yield
+    return current_world().run()
 
 
 def note_batch(epoch: int, batches: int) -> None:
@@ -411,17 +361,8 @@ def note_batch(epoch: int, batches: int) -> None:
 
 def raise_if_lost() -> None:
     """Raise a RankError if a rank is lost; called by loops that wait for other ranks."""
-    if (world := _known_world()) is not None and world.lost is not None:
-        raise RankError(world.lost)
-
-
-def find_lost() -> str | None:
-    """Return a sentence that names a rank that has failed or left, for a collective that failed here; None if unknown.
-
-    Not collective. Waits for a moment, since the connections of a process end before the process.
-    """
-    world = _known_world()
-    return None if world is None else world.find_lost()
+    if (world := _known_world()) is not None and (lost := world.lost) is not None:
+        raise RankError(lost)
 
 
 def abort_unfinished(device: torch.device, tuning: Tuning) -> None:

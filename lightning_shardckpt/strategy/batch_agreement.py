@@ -27,7 +27,7 @@ from lightning_shardckpt.compat.torch_modules import (
     non_persistent_buffers,
     parameter_slots,
 )
-from lightning_shardckpt.distributed.host_numbers import any_rank, max_over_ranks
+from lightning_shardckpt.distributed.host_numbers import any_rank, gather_numbers
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -65,7 +65,7 @@ class BatchAgreement:
         now = time.monotonic()
         elapsed_us = int((now - self._agreed_s) * 1e6)
         reports = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline)
-        stop, longest_us, *maxima = max_over_ranks(torch.tensor([int(is_told), elapsed_us, *reports])).tolist()
+        stop, longest_us, *maxima = gather_numbers(torch.tensor([int(is_told), elapsed_us, *reports])).amax(0).tolist()
         refuse_different_numbers(maxima)
         step_s = longest_us / self._batches / 1e6
         batches = tuning.agreement_s / step_s if step_s > 0 else self._limit

@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.distributed.world import wait_for_launcher, watch_world
+from lightning_shardckpt.distributed.world import watch_world
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
@@ -245,9 +245,6 @@ class MeshStrategy:
                     "checkpoint"
                 )
             dist.destroy_process_group()  # of an earlier run of this process alone
-        if not dist.is_initialized() and type(self.cluster_environment) is LightningEnvironment and self.global_rank:
-            environment = self.cluster_environment
-            wait_for_launcher(environment.main_address, environment.main_port, self.global_rank, self._timeout_s)
         init_process_group(self.cluster_environment, self.root_device, timeout_s=self._timeout_s)
         assert dist.group.WORLD is not None
         self._group = ref(dist.group.WORLD)

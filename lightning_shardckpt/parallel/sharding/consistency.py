@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers, max_over_ranks
+from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
@@ -126,7 +126,7 @@ def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
     Raises:
         UnsupportedCodeError: on every rank of the group, if they differ.
     """
-    ends, goes_on = max_over_ranks(torch.tensor([is_last, not is_last]).int(), group).tolist()
+    ends, goes_on = gather_numbers(torch.tensor([is_last, not is_last]), group).any(0).tolist()
     if ends and goes_on:
         here, there = ("ends", "does not end") if is_last else ("does not end", "ends")
         raise UnsupportedCodeError(
