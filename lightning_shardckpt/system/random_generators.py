@@ -49,23 +49,33 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of ``one`` whose generator states differ from ``other``; both are of ``get_rng_state``."""
-    return {name: one[name] for name in _COMPARED if name in one and not _is_equal(one[name], other.get(name))}
+    compared = [name for name in _COMPARED if name in one]
+    return {name: one[name] for name in compared if name not in other or _bytes_of(one[name]) != _bytes_of(other[name])}
 
 
 def checksum_of_states(states: Mapping[str, Any], start: int = 0) -> int:
     """Return a checksum of entries of ``get_rng_state``, continued from ``start``."""
     for state in states.values():
-        words = state if isinstance(state, torch.Tensor) else np.asarray(state[1])
-        start = zlib.crc32(np.ascontiguousarray(words).tobytes(), start)
-        if not isinstance(state, torch.Tensor):
-            start = zlib.crc32(repr(state[2:]).encode(), start)
+        start = zlib.crc32(_bytes_of(state), start)
     return start
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):  # NumPy's
-        return all(map(_is_equal, one, other))
-    return one == other if isinstance(one, tuple) else bool(np.array_equal(one, other))
+def rng_checksum() -> int:
+    """Return a checksum of the generator states of torch, NumPy and Python, which changes with each draw.
+
+    Includes the current CUDA device; does not wait for it, since its generator's state is in host memory.
+    """
+    return checksum_of_states(get_rng_state(every_device=False))
+
+
+def _bytes_of(state: Any) -> bytes:
+    """Return bytes that identify a generator's state."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    _, words, *rest = state
+    if isinstance(words, np.ndarray):
+        return words.tobytes() + repr(rest).encode()
+    return repr((hash(words), rest)).encode()  # of Python's many numbers; a hash of numbers is not salted
 
 
 @contextmanager
@@ -81,7 +91,8 @@ def preserve_rng(*, every_device: bool = False) -> Iterator[None]:
 def seed_rng(seed: int) -> None:
     """Seed all global generators with ``seed``."""
     _seed_torch(seed)
-    _seed_others(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
 
 
 @contextmanager
@@ -99,25 +110,17 @@ def reseed_by_rank(rank: int) -> None:
     np.random.seed((int(np.random.randint(1 << 32, dtype=np.int64)) + rank) % (1 << 32))
 
 
-class derive_rng:  # a class, since a step of a pipeline enters it for each module on each microbatch
-    """A context in which torch's generators are seeded from their state before and ``key``; restores them on exit."""
-
-    __slots__ = ("_cpu", "_cuda", "_key")
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> None:
-        self._cpu, self._cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None
-        seed = zlib.crc32(self._key.encode(), _checksum(self._cpu))
-        torch.default_generator.manual_seed(seed)
-        if self._cuda is not None:
-            torch.cuda.manual_seed_all(seed)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+@contextmanager
+def derive_rng(key: str) -> Iterator[None]:
+    """Seed torch's generators from their state before and ``key`` inside the context; restore them on exit."""
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None
+    _seed_torch(zlib.crc32(key.encode(), zlib.crc32(cpu.numpy().data)))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
 
 
 def advance_rng(generator: torch.Generator | None = None) -> None:
@@ -128,24 +131,17 @@ def advance_rng(generator: torch.Generator | None = None) -> None:
 def seed_and_watch(seed: int) -> Callable[[int], bool]:
     """Seed all global generators, and return a function that tells if numbers were drawn from them since.
 
-    The function takes the number of calls of ``advance_rng``, which are allowed. It compares the next numbers of NumPy
-    and Python, as reading a state of NumPy takes 0.1 ms. It leaves the generators as they were if nothing was drawn;
-    else they have drawn one more number.
+    The function takes the number of calls of ``advance_rng``, which are allowed. It leaves the generators as they were.
     """
     seed_rng(seed)
-    first = np.random.random_sample(), random.random()
-    seed_rng(seed)
-    cuda = torch.cuda.get_rng_state() if _uses_cuda() else None
+    begin = get_rng_state(every_device=False)
 
     def drew(advances: int) -> bool:
-        state, expected = torch.get_rng_state(), torch.Generator().manual_seed(seed)
+        expected = torch.Generator().manual_seed(seed)
         for _ in range(advances):
             advance_rng(expected)
-        if (np.random.random_sample(), random.random()) != first:
-            return True
-        _seed_others(seed)
-        same_cuda = cuda is None or cuda.equal(torch.cuda.get_rng_state())
-        return not (same_cuda and state.equal(expected.get_state()))
+        states = begin | {"torch": expected.get_state()}
+        return bool(differing_generators(states, get_rng_state(every_device=False)))
 
     return drew
 
@@ -153,29 +149,6 @@ def seed_and_watch(seed: int) -> Callable[[int], bool]:
 def draw_seed() -> int:
     """Return a 31-bit seed drawn from torch's CPU generator."""
     return int(torch.randint(1 << 31, ()))
-
-
-def rng_checksum() -> int:
-    """Return a checksum of the generator states of torch, NumPy and Python, which changes with each draw.
-
-    Includes the current CUDA device; does not wait for it, since its generator's state is in host memory.
-    """
-    numpy = np.random.get_state(legacy=False)
-    _, words, gauss = random.getstate()
-    rest = numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"], hash(words), gauss  # hash of ints is not salted
-    checksum = zlib.crc32(numpy["state"]["key"].data, _checksum(torch.get_rng_state()))
-    if _uses_cuda():
-        checksum = zlib.crc32(torch.cuda.get_rng_state().numpy().data, checksum)
-    return zlib.crc32(repr(rest).encode(), checksum)
-
-
-def _checksum(state: torch.Tensor) -> int:
-    return zlib.crc32(state.numpy().data)
-
-
-def _seed_others(seed: int) -> None:
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
 
 
 def _seed_torch(seed: int) -> None:
