@@ -7,38 +7,75 @@ are the same, 1 if they differ, 2 for trouble. Problems are printed to stderr as
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_shardckpt.consolidate import command_parser, run_command
-from lightning_shardckpt.system.text import count_text, progress
-from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
+from lightning_shardckpt.errors import ShardCkptError
+from lightning_shardckpt.export.whole_files import Format, Split
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.storage.router import is_url
+from lightning_shardckpt.system.text import count_text
 
+PROGRAM = "python -m lightning_shardckpt"
 _COMPARING_TOOLS = ("diff", "prove-resume")
 """Tools whose exit status 1 is a result; a problem has status 2."""
 
 
 def console() -> NoReturn:
     """Run the console script ``shardckpt``."""
-    run_process(main, sys.argv[1:])
+    run(sys.argv[1:])
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run one tool with command-line arguments, and end this process with its exit status."""
+    signal.signal(signal.SIGTERM, _terminate)  # so that unfinished files are removed
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the terminal can't encode
+    sys.exit(main(arguments))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one tool with command-line arguments, print its report, and return the exit status."""
-
-    def parse() -> Command:
+    try:
         parsed = _parser().parse_args(list(arguments))
-        tool: str = parsed.subcommand
-        error_status = 2 if tool in _COMPARING_TOOLS else 1
-        return Command(tool, _TOOLS[tool], parsed[tool], error_status=error_status)
+        return _status(parsed.subcommand, parsed[parsed.subcommand])
+    except SystemExit as leaving:  # of the parser, for help and wrong usage
+        return leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
 
-    return execute(parse)
+
+def _status(tool: str, options: Namespace) -> int:
+    try:
+        status = _TOOLS[tool](options)
+        if sys.stdout is not None:  # the parent process may have closed it
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # such as `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer would fail at exit
+        return 1
+    except (ShardCkptError, OSError, ValueError, ImportError) as error:  # such as an unsupported torch
+        message = str(error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # the libraries that read URLs raise classes of their own
+        if not any(isinstance(value, str) and is_url(value) for value in vars(options).values()):
+            raise
+        message = f"{type(error).__name__}: {error}"
+    print(f"{PROGRAM} {tool}: {message}", file=sys.stderr)
+    return 2 if tool in _COMPARING_TOOLS else 1
 
 
 def _parser() -> ArgumentParser:
@@ -52,7 +89,8 @@ def _parser() -> ArgumentParser:
         if json:
             own.add_argument("--json", action="store_true", help="print everything, for programs")
         if urls:
-            add_storage_options(own)
+            known = "for URLs, by fsspec's names: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
+            own.add_argument("--storage_options", type=dict[str, Any] | None, metavar="OPTIONS", help=known)
         tools.add_subcommand(tool, own, help=help)
         return own.add_argument
 
@@ -126,7 +164,21 @@ def _parser() -> ArgumentParser:
     interval = "between two looks for checkpoints; by default 5, for URLs 30"
     following("--interval", type=float | None, metavar="SECONDS", help=interval)
 
-    tools.add_subcommand("consolidate", command_parser(), help="export files for torch.load, safetensors, transformers")
+    about = "Converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors."
+    export = add("consolidate", "export files for torch.load, safetensors, transformers", about, json=False)
+    export("checkpoint_folder", **path)
+    default = "by default the name of the checkpoint with '.consolidated' appended"
+    export("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
+    export("--overwrite", action="store_true", help="replace the output of an earlier run, atomically")
+    formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
+    suffix = "by default torch, or safetensors by the suffix of the output"
+    export("--format", type=Format | None, help=f"{formats}; {suffix}")
+    export("--split", type=Split | None, help="of safetensors, one_file by default; chunks have an index")
+    export("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
+    export("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")
+    export("--dtype", type=str, help="float64, float32, float16 or bfloat16, for all floating tensors of the model")
+    mapping = "a stored name or regular expression and its new name, null to leave out; repeatable"
+    export("--key_mapping", action="append", type=str, metavar="OLD=NEW", help=mapping)
     return parser
 
 
@@ -155,10 +207,8 @@ def _inspect(options: Namespace) -> int:
 def _verify(options: Namespace) -> int:
     from lightning_shardckpt.tools.verify import render, verify
 
-    path, quick = options.path, options.quick
-    with progress() as (advance, expect):
-        report = verify(path, quick=quick, advance=advance, expect=expect, storage_options=options.storage_options)
-    _print(asdict(report), options, lambda: render(report, path, quick=quick))
+    report = verify(options.path, quick=options.quick, storage_options=options.storage_options)
+    _print(asdict(report), options, lambda: render(report, options.path, quick=options.quick))
     return int(bool(report.findings))
 
 
@@ -166,20 +216,17 @@ def _digest(options: Namespace) -> int:
     from lightning_shardckpt.tools.digest import digest, render
 
     about = {name: options[name] for name in ("tensors", "names", "storage_options")}
-    with progress() as (advance, expect):
-        report = digest(options.path, **about, advance=advance, expect=expect)
+    report = digest(options.path, **about)
     _print(report, options, lambda: render(report, options.tensors is not None))
     return 0
 
 
 def _diff(options: Namespace) -> int:
-    from lightning_shardckpt.tools.diff import diff, is_same, render
+    from lightning_shardckpt.tools.diff import diff, render
 
-    about = {name: options[name] for name in ("tensors", "storage_options")}
-    with progress() as (advance, expect):
-        report = diff(options.a, options.b, **about, advance=advance, expect=expect)
+    report = diff(options.a, options.b, tensors=options.tensors, storage_options=options.storage_options)
     _print(report, options, lambda: render(report, options.tensors is not None))
-    return int(not is_same(report))
+    return int(bool(report["tensors"]))
 
 
 def _map(options: Namespace) -> int:
@@ -199,8 +246,7 @@ def _merge(options: Namespace) -> int:
         if len(paths) != 1:
             raise ValueError(f"--last takes the folder of one run, got {len(paths)} paths")
         paths = last_checkpoints(paths[0], options.last, storage_options=options.storage_options)
-    with progress() as (advance, expect):
-        others = merge(paths, options.output, weights=weights, **kept, advance=advance, expect=expect)
+    others = merge(paths, options.output, weights=weights, **kept)
     taken = f"; {count_text(len(others), 'tensor')} of integers or bools as in the first" if others else ""
     print(f"{options.output} is the mean of {', '.join(paths)}{taken}")
     return 0
@@ -222,6 +268,15 @@ def _follow(options: Namespace) -> int:
     return int(follow(options.run_dir, options.command, interval_s=options.interval, **about) > 0)
 
 
+def _consolidate(options: Namespace) -> int:
+    from lightning_shardckpt.export.consolidation import consolidate
+
+    given = {name: value for name, value in options.items() if value is not None}
+    given["key_mapping"] = KeyMapping.of_texts(given.get("key_mapping", ()), "key_mapping")
+    print(f"{consolidate(**given)} is written")
+    return 0
+
+
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "inspect": _inspect,
     "verify": _verify,
@@ -231,5 +286,5 @@ _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "merge": _merge,
     "prove-resume": _prove_resume,
     "follow": _follow,
-    "consolidate": run_command,
+    "consolidate": _consolidate,
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.format.index import COMPONENTS, TensorSpec
+from lightning_shardckpt.format.index import COMPONENTS
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _MAX_SUGGESTIONS = 3
 _ROLES = ("model", "optimizer", "trainer", "frozen", "peft", "huggingface")
-_PREFIXES = ("optimizer", "trainer", "rank")
 _RANK = re.compile(r"trainer-state-dist-(\d{5,})\.json")
 
 
@@ -96,7 +95,7 @@ def load_keys(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield whole tensors and values by name, in the order of ``keys``. Nothing else is read.
+    """Yield whole tensors and values by name, in the order of ``keys``. No other tensor is read.
 
     Args:
         path: the checkpoint; see ``metadata``.
@@ -117,7 +116,7 @@ def load_keys(
     names = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as opened:
         others = [name for name in dict.fromkeys(names) if name not in opened]
-        entries = opened.entries(others) if others else {}
+        entries = opened.entries(others)
         missing = [_describe_missing(name, [*opened, *entries]) for name in others if name not in entries]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
@@ -152,28 +151,21 @@ def open(
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A stored tensor, whose values are read by slicing. Made by ``open``."""
+    """A stored tensor, whose values are read by slicing. Made by ``open``.
+
+    Attributes:
+        name: in the mapping.
+        dtype, shape, nbytes: of the whole tensor; see ``TensorInfo``.
+        source, component, key: where it is stored.
+    """
 
     name: str
+    dtype: str
+    shape: Shape
+    nbytes: int
     source: Source
     component: str
     key: str
-    spec: TensorSpec
-
-    @property
-    def dtype(self) -> str:
-        """The dtype, as safetensors names it."""
-        return self.spec.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the whole tensor."""
-        return self.spec.shape
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole tensor in bytes."""
-        return bytes_in(self.spec.shape, self.spec.dtype)
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
@@ -228,25 +220,27 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     def __init__(self, source: Source) -> None:
         self.source, self._tensors, components = source, dict[str, LazyTensor](), source.components()
         for component in filter(components.__contains__, COMPONENTS):
-            stored, prefix = components[component], "" if component == "model" else f"{component}/"
-            for name, key in {**{key: key for key in stored.tensors}, **stored.aliases}.items():
+            prefix = "" if component == "model" else f"{component}/"
+            for name, key in components[component].names.items():
+                spec = components[component].tensors[key]
+                about = spec.dtype, spec.shape, bytes_in(spec.shape, spec.dtype)
                 # on a collision, the model's name wins
-                lazy = LazyTensor(prefix + name, source, component, key, stored.tensors[key])
-                self._tensors.setdefault(lazy.name, lazy)
+                self._tensors.setdefault(prefix + name, LazyTensor(prefix + name, *about, source, component, key))
 
     def entries(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the values of documents by name, as tagged JSON, except under names of tensors.
 
-        With ``names``, only documents that may contain one of them are read.
+        With ``names``, documents are read until all of these are found.
         """
         documents = self.source.root.documents if self.source.root is not None else ()
-        ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
+        ranks = sorted(int(match[1]) for name in documents if (match := _RANK.fullmatch(name)))
         entries: dict[str, Any] = {}
-        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
-            if names is None or any(_may_have(role, rank, name) for name in names):
-                for name, value in entries_of(role, _document(self.source, role, rank), rank).items():
-                    if name not in self:
-                        entries.setdefault(name, value)
+        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in ranks)]:
+            if names is not None and entries.keys() >= set(names):
+                break
+            for name, value in entries_of(role, _document(self.source, role, rank), rank).items():
+                if name not in self:
+                    entries.setdefault(name, value)
         return entries
 
     def close(self) -> None:
@@ -287,14 +281,6 @@ def _document(source: Source, role: str, rank: int) -> Any:
 
     # whose trainer's state has no separate tensors
     return Encoder(droppable=("",), inline_bytes=None).encode(source.trainer(refuse_tensor))
-
-
-def _may_have(role: str, rank: int, name: str) -> bool:
-    """Return whether a document may have an entry of a name."""
-    start, _, rest = name.partition("/")
-    if role == "rank":
-        return start == role and rest.partition("/")[0] == str(rank)
-    return start == role if start in _PREFIXES else role not in _PREFIXES
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:

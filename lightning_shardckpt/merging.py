@@ -1,7 +1,6 @@
 """The weighted mean of checkpoints as a checkpoint: ``shardckpt merge A B --output OUT``.
 
-The inputs may have any topologies and formats. Their tensors are read, verified, averaged and written window by window,
-so memory does not grow with their size.
+The inputs may have any topologies and formats. One tensor after the other is read, verified, averaged and written.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,34 +20,26 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.layout import Box
-from lightning_shardckpt.format.plan import TensorBytes
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
-from lightning_shardckpt.sources.key_mapping import rename
+from lightning_shardckpt.lazy import LazyTensor, OpenCheckpoint
 from lightning_shardckpt.sources.open_source import open_checkpoint, open_source
-from lightning_shardckpt.sources.reading import ReadTarget, are_equal, read_targets
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.reading import are_equal
 from lightning_shardckpt.state.documents import document_of
-from lightning_shardckpt.state.json_tree import lost_values
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.state_dicts import KEYS
+from lightning_shardckpt.state.state_dicts import KEYS, VERSION
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, snapshot
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
 from lightning_shardckpt.storage.run_folder import RunFolder
-from lightning_shardckpt.system.text import list_some
+from lightning_shardckpt.system.text import list_some, progress
 from lightning_shardckpt.system.threads import drain_all
-from lightning_shardckpt.transfer.shard_reader import WindowReader, windows
 
 _log = logging.getLogger(__name__)
 MERGED = "merged"
 """Key of trainer state that describes a merge: its inputs, their weights, and the tensors that are not averages."""
-_WINDOW = 1 << 20  # elements of a tensor that are averaged at a time
 _LISTED = 50
-_DOUBLE = ("F64", "C128")
-_OF_A_RUN = ("callbacks", "loops", "lr_schedulers", "MixedPrecision", "FSDPPrecision", MERGED)
+_KEPT = (*HYPER_PARAMETERS, "hparams_name", "datamodule_hparams_name", "epoch", "global_step", VERSION, KEYS)
 _DOCUMENTS = ("model", "versions", "frozen", "peft", "huggingface")
+_Model = dict[str, LazyTensor]
 
 
 def merge(
@@ -58,29 +49,24 @@ def merge(
     weights: Sequence[float] | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    advance: Callable[[int], Any] = lambda nbytes: None,
-    expect: Callable[[int], Any] = lambda nbytes: None,
 ) -> list[str]:
     """Write the weighted mean of checkpoints as a checkpoint of this package, which any topology loads.
 
     Floating-point and complex tensors of the models are averaged: the sum of weight × value, in float32 (float64 for
     tensors of float64), divided by the sum of the weights, and rounded once to the dtype of the first checkpoint.
-    Integers, bools, extra state, hyper-parameters and other state are the first one's; there is no state of optimizers,
-    schedulers, callbacks or loops, so load the result with ``pretrained=`` or ``load``, and nothing pickled. Tied
-    tensors stay tied. The trainer's state of the result describes the merge under the key ``merged``. Waits for the
-    asynchronous saves of this process.
+    Integers, bools, extra state and hyper-parameters are the first one's; there is no other state, so load the result
+    with ``pretrained=`` or ``load``. Tied tensors stay tied. The trainer's state of the result describes the merge
+    under the key ``merged``. Waits for the asynchronous saves of this process. Memory is needed for some copies of the
+    largest tensor.
 
     Running statistics of norms are averaged, too: ``torch.optim.swa_utils.update_bn`` recomputes them from data.
 
     Args:
-        paths: at least two checkpoints of any topology and format that is read, or URLs. Their tensors must have the
-            same names, or differ in one prefix, such as ``model.``, that all names have.
+        paths: at least two checkpoints of any topology and format that is read, or URLs, with the same names.
         output: where the checkpoint appears when it is complete; may be a URL.
         weights: one for each path, with any sum but 0; equal ones by default.
         overwrite: replace an existing checkpoint.
         storage_options: for URLs, see ``ShardCkptIO``.
-        advance: called with the bytes of the output as they are written.
-        expect: called once before with their number.
 
     Returns:
         The names of the tensors that are not averages.
@@ -103,25 +89,25 @@ def merge(
         refuse_existing(target, storage)
     drain_all()
     with ExitStack() as stack:
-        sources = list[Source]()
+        opened = list[OpenCheckpoint]()
         for path in paths:
             source, _ = open_source(file_path(path), storage, for_export=True)
-            stack.enter_context(closing(source))
-            sources.append(_fit_prefix(source, sources[0]) if sources else source)
-        _check_equal(sources)
-        averages = _Averages(sources, factors, advance)
-        expect(sum(bytes_in(spec.shape, spec.dtype) for spec in averages.specs.values()))
-        about = {"paths": [os.fspath(path) for path in paths], "weights": factors, "from_first": averages.others}
-        root = sources[0].root
+            opened.append(stack.enter_context(OpenCheckpoint(source)))
+        models = [{name: one for name, one in found.items() if one.component == "model"} for found in opened]
+        inputs = _match([os.fspath(path) for path in paths], models)
+        others = sorted(name for name, tensors in inputs.items() if not _is_averaged(tensors[0]))
+        about = {"paths": [os.fspath(path) for path in paths], "weights": factors, "from_first": others}
+        advance = stack.enter_context(progress(sum(tensors[0].nbytes for tensors in inputs.values())))
+
+        def content(name: str) -> memoryview:
+            advance(inputs[name][0].nbytes)
+            return bytes_of(_average(inputs[name], factors))
+
+        describe, root = partial(_describe, opened[0], inputs, content, about), opened[0].source.root
         run = RunInfo() if root is None else RunInfo(root.step, root.epoch)
-        describe = partial(_describe, sources[0], averages, about)
         for note in checkpoint.save(target, describe, ranks=Ranks.alone(), run=run, storage=storage):
             _log.warning(note)
-        return averages.others
-
-
-def _model(source: Source) -> Component:
-    return source.components().get("model", Component({}))
+        return others
 
 
 def last_checkpoints(
@@ -138,196 +124,98 @@ def last_checkpoints(
     Raises:
         CheckpointNotFoundError: if there are fewer.
     """
-    storage = StorageRouter(storage_options=storage_options)
-    found: dict[str, tuple[int, str]] = {}
+    storage, found = StorageRouter(storage_options=storage_options), dict[str, tuple[int, str]]()
     for path in sorted(RunFolder(folder, storage).list_complete()):
-        with suppress(CheckpointNotFoundError), open_checkpoint(path, storage) as one:  # it may be deleted meanwhile
+        with open_checkpoint(path, storage) as one:
             if MERGED not in (document_of(one, "trainer", 0) or {}):
-                found.setdefault(one.root.save_id, (-1 if one.root.step is None else one.root.step, path))
+                found.setdefault(one.root.save_id, (one.root.step or 0, path))
     newest = [path for _, path in sorted(found.values(), reverse=True)][:count]
     if len(newest) < count:
-        raise CheckpointNotFoundError(
-            f"{os.fspath(folder)!r} has {len(newest)} complete checkpoints, expected {count} or more"
-        )
+        text = f"{os.fspath(folder)!r} has {len(newest)} complete checkpoints, expected {count} or more"
+        raise CheckpointNotFoundError(text)
     return newest
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fit_prefix(source: Source, first: Source) -> Source:
-    """Return a source with or without the prefix by which all its names differ from those of the first one."""
-    names, expected = _model(source).names, _model(first).names
-    longest = max(names, key=len, default="")
-    if longest in expected:
-        return source
-    for name in expected:
-        more, less = name.removesuffix(longest), longest.removesuffix(name)
-        if name == f"{more}{longest}" and more.endswith("."):
-            return rename(source, {more + old: old for old in names}, None)
-        if less.endswith(".") and all(old.startswith(less) for old in names):
-            return rename(source, {old.removeprefix(less): old for old in names}, None)
-    return source
+def _match(paths: Sequence[str], models: Sequence[_Model]) -> dict[str, list[LazyTensor]]:
+    """Return the tensor of each model by stored name of the first one.
 
-
-def _names_by_key(source: Source) -> dict[str, list[str]]:
-    """Return all names of each tensor of a model, by key."""
-    model = _model(source)
-    names = {key: [key] for key in model.tensors}
-    for alias, key in model.aliases.items():
-        names[key].append(alias)
-    return names
-
-
-def _keys(source: Source, names: Sequence[str]) -> list[str]:
-    """Return the keys of the tensors that a source has under names, once each."""
-    stored = _model(source).names
-    return list(dict.fromkeys(stored[name] for name in names if name in stored))
-
-
-def _check_equal(sources: Sequence[Source]) -> None:
-    """Check that all models have the same names, shapes and kinds of dtypes, and ties with equal values."""
-    first, problems = sources[0], list[str]()
-    if not _model(first).tensors:
-        raise MismatchError(
-            f"checkpoint {first.path!r} has no module: state dicts that were saved alone are not merged"
-        )
-    for source in sources[1:]:
-        problems += (f"{source.path!r}: {problem}" for problem in _differences(first, source))
+    Raises:
+        MismatchError: listing differences of names, shapes, kinds of dtypes and ties.
+    """
+    first, problems = models[0], list[str]()
+    if not first:
+        raise MismatchError(f"checkpoint {paths[0]!r} has no module: state dicts that were saved alone are not merged")
+    inputs = {name: [one] for name, one in first.items() if name == one.key}
+    for path, model in zip(paths[1:], models[1:], strict=True):
+        problems += (f"{path!r}: {problem}" for problem in _match_one(first, model, inputs))
     if problems:
         listed = list_some(problems, _LISTED, between="\n  ")
-        raise MismatchError(f"these checkpoints can't be merged with {first.path!r}:\n  {listed}")
+        raise MismatchError(f"these checkpoints can't be merged with {paths[0]!r}:\n  {listed}")
+    return inputs
 
 
-def _differences(first: Source, source: Source) -> Iterator[str]:
+def _match_one(first: _Model, model: _Model, inputs: dict[str, list[LazyTensor]]) -> Iterator[str]:
+    """Add the tensors of another model to ``inputs``; yield differences."""
     matched = set[str]()
-    for key, names in _names_by_key(first).items():
-        keys, expected = _keys(source, names), first.spec("model", key)
-        matched.update(keys)
-        if not keys:
-            yield f"{key} is missing"
-            continue
-        spec = source.spec("model", keys[0])
-        if spec.shape != expected.shape or _kind(spec.dtype) != _kind(expected.dtype):
-            yield f"{key} is {spec.dtype} {spec.shape}, expected {expected.dtype} {expected.shape}"
-        elif len(keys) > 1 and not are_equal(source, "model", keys):
-            yield f"{' and '.join(names)} differ, expected one tied tensor"
-    known = _model(first).names
-    yield from (
-        f"{name} is unexpected"
-        for name, key in _model(source).names.items()
-        if name not in known and key not in matched
-    )
-    frozen, expected_frozen = (one.document("frozen") or {} for one in (source, first))
-    if frozen != expected_frozen:
-        yield f"it was saved without {len(frozen)} frozen parameters, expected without {len(expected_frozen)}"
+    for name, tensors in inputs.items():
+        expected, ties = tensors[0], [alias for alias, one in first.items() if one.key == name]
+        found = {one.key: one for one in (model[alias] for alias in ties if alias in model)}
+        matched |= found.keys()
+        tensors += [*found.values()][:1]
+        if not found:
+            yield f"{name} is missing"
+        elif len(found) > 1 and not are_equal(tensors[-1].source, "model", [*found]):
+            yield f"{' and '.join(ties)} differ, expected one tied tensor"
+        elif tensors[-1].shape != expected.shape or _kind(tensors[-1]) != _kind(expected):
+            shown = f"{tensors[-1].dtype} {tensors[-1].shape}"
+            yield f"{name} is {shown}, expected {expected.dtype} {expected.shape}"
+    yield from (f"{name} is unexpected" for name, one in model.items() if name == one.key and name not in matched)
 
 
-def _kind(dtype: str) -> str:
-    """Return a dtype, or its kind if it is averaged: dtypes of one kind can be mixed."""
-    return ("complex" if dtype.startswith("C") else "floating") if _is_averaged(dtype) else dtype
+def _kind(tensor: LazyTensor) -> str:
+    """Return a tensor's dtype, or its kind if it is averaged: dtypes of one kind can be mixed."""
+    return ("complex" if tensor.dtype.startswith("C") else "floating") if _is_averaged(tensor) else tensor.dtype
+
+
+def _is_averaged(tensor: LazyTensor) -> bool:
+    return tensor.dtype.startswith(("F", "BF", "C"))
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _describe(first: Source, averages: _Averages, about: dict[str, Any]) -> Snapshot:
+def _average(tensors: Sequence[LazyTensor], factors: Sequence[float]) -> torch.Tensor:
+    """Return the mean of several tensors in the dtype of the first, or the first one."""
+    first, total = tensors[0], torch.empty(())
+    if not _is_averaged(first):
+        return first[...]
+    for number, (tensor, factor) in enumerate(zip(tensors, factors, strict=True)):
+        numbers = torch.view_as_real(tensor[...]) if first.dtype.startswith("C") else tensor[...]
+        numbers = numbers.to(torch.float64 if first.dtype in ("F64", "C128") else torch.float32)
+        total = total.add_(numbers, alpha=factor) if number else numbers.mul_(factor)
+    total = total.div_(sum(factors))
+    return torch.view_as_complex(total) if first.dtype.startswith("C") else total.to(TORCH_DTYPES[first.dtype])
+
+
+def _describe(
+    first: OpenCheckpoint,
+    inputs: Mapping[str, Sequence[LazyTensor]],
+    content: Callable[[str], memoryview],
+    about: dict[str, Any],
+) -> Snapshot:
     """Return the state of a merge; the tensors of its model get their values when they are written."""
-
-    def whole(key: str) -> torch.Tensor:
-        spec = first.spec("trainer", key)
-        tensor = torch.empty(first.checked_shape("trainer", key), dtype=TORCH_DTYPES[spec.dtype])
-        read_targets(first, [ReadTarget("trainer", key, tensor)])
-        return tensor
-
-    state = {key: value for key, value in first.trainer(whole).items() if key not in _OF_A_RUN}
+    state = first.source.trainer(lambda key: first[f"trainer/{key}"][...])
+    state = {key: value for key, value in state.items() if key in _KEPT}
     if KEYS in state:
         state[KEYS] = {**state[KEYS], "optimizers": []}
-    pickled = [key for key, value in state.items() if key not in HYPER_PARAMETERS and lost_values(value)]
-    described = snapshot({**{key: value for key, value in state.items() if key not in pickled}, MERGED: about})
+    described = snapshot({**state, MERGED: about})
     tensors = {
-        key: torch.empty((), dtype=TORCH_DTYPES[spec.dtype]).expand(spec.shape)  # without memory
-        for key, spec in averages.specs.items()
+        name: torch.empty((), dtype=TORCH_DTYPES[one.dtype]).expand(one.shape)  # without memory
+        for name, (one, *_) in inputs.items()
     }
-    leaves = {**described.leaves, "model": Leaves(tensors, dict(_model(first).aliases))}
-    documents = {**described.documents, **{role: first.document(role) for role in _DOCUMENTS}}
-    notes = [f"left out, since it holds pickled objects, which are not read: {key!r}" for key in pickled]
-    notes += described.notes
-    return replace(described, leaves=leaves, documents=documents, notes=(*notes,), contents={"model": averages.content})
-
-
-# ── averages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _is_averaged(dtype: str) -> bool:
-    return dtype.startswith(("F", "BF", "C"))
-
-
-class _Averages:
-    """The averaged tensors, made window by window while the files are written.
-
-    Args:
-        sources: the checkpoints, with equal names.
-        factors: their weights.
-        advance: called with the bytes that were made.
-
-    Attributes:
-        specs: of the tensors, as the first source has them.
-        others: the names of tensors that are the first source's.
-    """
-
-    def __init__(self, sources: Sequence[Source], factors: Sequence[float], advance: Callable[[int], Any]) -> None:
-        self.specs = dict(_model(sources[0]).tensors)
-        self.others = sorted(key for key, spec in self.specs.items() if not _is_averaged(spec.dtype))
-        self._sources, self._factors, self._advance = sources, factors, advance
-        self._readers = [WindowReader(source, _WINDOW * max(DTYPE_BYTES.values())) for source in sources]
-        self._names = _names_by_key(sources[0])
-
-    def content(self, key: str) -> TensorBytes:
-        """Return the bytes of a tensor, which are made as they are sliced."""
-        spec = self.specs[key]
-        return _Stream(bytes_in(spec.shape, spec.dtype), self._parts(key))
-
-    def _parts(self, key: str) -> Iterator[memoryview]:
-        spec, is_averaged = self.specs[key], key not in self.others
-        keys = [_keys(source, self._names[key])[0] for source in self._sources[: None if is_averaged else 1]]
-        for window in windows(spec.shape, _WINDOW):
-            total = self._read(0, keys[0], window, spec.dtype)
-            if is_averaged:
-                total.mul_(self._factors[0])
-                for source in range(1, len(keys)):
-                    total.add_(self._read(source, keys[source], window, spec.dtype), alpha=self._factors[source])
-                total = total.div_(sum(self._factors)).to(_number_dtype(spec.dtype))
-            self._advance(total.nbytes)
-            yield bytes_of(total)
-
-    def _read(self, source: int, key: str, window: Box, dtype: str) -> torch.Tensor:
-        """Return a copy of a window of a tensor: its bytes, or numbers in the dtype of the sum."""
-        is_averaged, stored = _is_averaged(dtype), self._sources[source].spec("model", key).dtype
-        kind = _number_dtype(stored) if is_averaged else torch.uint8
-        parts = self._readers[source].read("model", key, window)
-        data = torch.cat([torch.frombuffer(part, dtype=kind) for part in parts])
-        return data.to(torch.float64 if dtype in _DOUBLE else torch.float32) if is_averaged else data
-
-
-def _number_dtype(dtype: str) -> torch.dtype:
-    """Return the dtype of the real numbers of a tensor."""
-    return {"C64": torch.float32, "C128": torch.float64}.get(dtype, TORCH_DTYPES[dtype])
-
-
-class _Stream:
-    """Bytes that are made as they are sliced, from first to last."""
-
-    def __init__(self, nbytes: int, parts: Iterator[memoryview]) -> None:
-        self._nbytes, self._parts, self._rest = nbytes, parts, memoryview(b"")
-
-    def __len__(self) -> int:
-        return self._nbytes
-
-    def __getitem__(self, part: slice) -> memoryview:
-        wanted = min(part.stop, self._nbytes) - part.start
-        while len(self._rest) < wanted:
-            following = next(self._parts)
-            self._rest = memoryview(b"".join([self._rest, following])) if self._rest else following
-        data, self._rest = self._rest[:wanted], self._rest[wanted:]
-        return data
+    leaves = {**described.leaves, "model": Leaves(tensors, dict(first.source.aliases.get("model", {})))}
+    documents = {**described.documents, **{role: first.source.document(role) for role in _DOCUMENTS}}
+    return replace(described, leaves=leaves, documents=documents, contents={"model": content})

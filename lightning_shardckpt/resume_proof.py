@@ -20,53 +20,54 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tuning, set_default_root_dir
-from lightning_shardckpt.tools.prove_resume import RunPlan
 
 
 @cache
-def proof_callback(plan: RunPlan) -> ProofCallback:
+def proof_callback(folder: str, run: str, steps: int) -> ProofCallback:
     """Return the callback of this process, which follows its first fit; each Trainer may be given it."""
-    callback = ProofCallback(plan)
+    callback = ProofCallback(folder, run, steps)
     intercept_fit(callback.begin)
     return callback
 
 
 class ProofCallback(Callback):
-    """Saves the first fit that trains, after the batches of a plan, and ends the process."""
+    """Saves the first fit that trains, and ends the process.
 
-    def __init__(self, plan: RunPlan) -> None:
-        self._plan = plan
+    Args:
+        folder: of the proof.
+        run: "straight", which saves ``middle.ckpt``, too, or "resumed", which begins there.
+        steps: batches after which the run ends, counted from the beginning of training.
+    """
+
+    def __init__(self, folder: str, run: str, steps: int) -> None:
+        self._folder, self._run, self._steps = folder, run, steps
         self._trainer: pl.Trainer | None = None
-        self._batches = plan.middle if plan.name == "resumed" else 0
+        self._batches = steps // 2 if run == "resumed" else 0
 
     def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
         """Prepare a fit that is about to begin; all but the first that trains are left alone.
 
         Args:
             trainer: of the fit.
-            arguments: of the call, by name; takes the checkpoint of the plan.
+            arguments: of the call, by name; takes the checkpoint of the proof.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
         if self._trainer is not None or self not in callbacks or is_tuning(trainer):
             return
         self._trainer = trainer
         if self._batches:
-            arguments["ckpt_path"] = self._plan.path("middle.ckpt")
-        files = self._plan.path(f"{self._plan.name}/files")
+            arguments["ckpt_path"] = f"{self._folder}/middle.ckpt"
+        files = f"{self._folder}/{self._run}/files"
         set_default_root_dir(trainer, files)
         trainer.loggers = [_StandInLogger(files) for _ in trainer.loggers]
-        self._take_last_place(trainer)
-
-    def _take_last_place(self, trainer: pl.Trainer) -> None:
-        """Save the effects of all other callbacks, except those that save: their files would be those of one run."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
-        others = [callback for callback in callbacks if not isinstance(callback, Checkpoint | ProofCallback)]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the last place, to save the effects of all others, and remove callbacks that save."""
         if trainer is self._trainer and stage == "fit":
-            self._take_last_place(trainer)  # the module may have configured callbacks
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+            others = [callback for callback in callbacks if not isinstance(callback, Checkpoint | ProofCallback)]
+            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_end(
@@ -75,18 +76,18 @@ class ProofCallback(Callback):
         if trainer is not self._trainer:
             return
         self._batches += 1
-        if self._batches == self._plan.middle:
-            self._save(trainer, "middle.ckpt")
-        if self._batches == self._plan.last:
+        if self._batches == self._steps // 2:
+            self._save(trainer, "middle")
+        if self._batches == self._steps:
             if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # which ask any CheckpointIO
                 trainer.strategy.checkpoint_io = ShardCkptIO()  # so that values can be compared by name
-            self._save(trainer, f"{self._plan.name}.ckpt")
+            self._save(trainer, self._run)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
     def _save(self, trainer: pl.Trainer, name: str) -> None:
-        trainer.save_checkpoint(self._plan.path(name))
+        trainer.save_checkpoint(f"{self._folder}/{name}.ckpt")
         io = trainer.strategy.checkpoint_io
         if isinstance(io, ShardCkptIO):
             io.wait()

@@ -10,21 +10,11 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, StateError
-from lightning_shardckpt.export.whole_files import (
-    OPTIMIZER,
-    WRITER,
-    Export,
-    Options,
-    Region,
-    WholeFile,
-    plan_conversion,
-    write,
-)
+from lightning_shardckpt.export.whole_files import OPTIMIZER, SIZE_PER_SHARD, WRITER, Export, Options, WholeFile, write
 from lightning_shardckpt.format.index import EXPORT_FOLDER, Component
 from lightning_shardckpt.format.safetensors_header import (
     OutputFile,
@@ -41,7 +31,6 @@ from lightning_shardckpt.state.documents import CONFIG, PEFT
 from lightning_shardckpt.state.peft import adapters_from_json
 from lightning_shardckpt.storage.local_files import NewFile, open_output, write_at
 from lightning_shardckpt.storage.object_store import ObjectStore
-from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -62,8 +51,7 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
     export, selected = Export([]), options.select(stored)
     if "model" not in stored.table:
         raise ValueError("the checkpoint has no model")
-    table, ties = selected.table["model"], selected.aliases.get("model", {})
-    model = None
+    table, ties, model = selected.table["model"], selected.aliases.get("model", {}), None
     if options.format == "huggingface":
         model = hf_directory.pick_model(stored.document("huggingface"), [*table, *ties])
         if model is None:
@@ -77,12 +65,12 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
     if other_state := sorted(selected.document("model") or ()):
         listed = list_some([*map(repr, other_state)], 5)
         export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
-    _add_files("model", tensors, ties, options, export, stored)
+    _add_files("model", tensors, ties, options, export)
     if options.has_optimizer:
         if (document := selected.document("optimizer")) is None:
             raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
         moments = selected.table.get("optimizer", {})  # by <n>/<name>/<state>
-        _add_files("optimizer", [_output(key, moments[key]) for key in moments], {}, options, export, stored)
+        _add_files("optimizer", [_output(key, moments[key]) for key in moments], {}, options, export)
         export.documents[OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
@@ -92,12 +80,12 @@ def _output(name: str, stored: StoredTensor, dtype: str | None = None) -> Output
 
 
 def _hugging_face_tensors(
-    stored: Source, names: Iterable[str], model: hf_directory.Model, options: Options, export: Export
+    stored: Source, names: list[str], model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
     """Return the tensors that ``from_pretrained`` expects, and add the configs to the documents of the export."""
     component, kind = stored.components()["model"], model.recorded["class"]
     for name in component.names:
-        if (new := options.mapping(name)) not in (name, None):
+        if (new := options.key_mapping(name)) not in (name, None):
             raise ValueError(
                 f"from_pretrained takes the weights of {kind} by their names: for format 'huggingface', key_mapping "
                 f"can leave {name!r} out, but not rename it to {new!r}"
@@ -136,16 +124,13 @@ def plan_adapters(stored: Source) -> Export:
         if not any(".lora_" in name or name.startswith("lora_") for name in names):
             raise FormatError(f"{where} has no tensors of adapter {one.name!r} below {one.prefix!r}")
         tensors = [_output(name, stored.table["model"][keys[live]]) for name, live in names.items()]
-        export.files.append(_whole_file(stored, plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)))
+        export.files.append(_whole_file(plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)))
         export.documents[folder + ADAPTER_CONFIG] = one.config.encode()
     return export
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _add_files(
-    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export, stored: Source
+    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
 ) -> None:
     """Add the files of a model or an optimizer to an export, and their index if there may be several.
 
@@ -155,13 +140,12 @@ def _add_files(
         ties: names under which tensors are written, by further names, for the metadata.
         options: of the export.
         export: to add to.
-        stored: the checkpoint.
     """
     if options.files == "one_file_per_tensor":
         groups = [[tensor] for tensor in tensors]
         names = [name_tensor_file(stem, tensor.name) for tensor in tensors]
     else:
-        limit = int(options.chunk_mb * MB) if options.files == "chunks" else sys.maxsize
+        limit = int((options.size_per_shard or SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
         groups = group_by_size(tensors, limit) or [[]]
         names = name_chunks(stem, len(groups))
     files = []
@@ -169,28 +153,26 @@ def _add_files(
         written = {tensor.name for tensor in group}
         group_ties = {name: of for name, of in ties.items() if of in written and name != "format"}
         files.append(plan_file(name, group, {**_FORMAT, **dict([WRITER]), **group_ties}))
-    export.files += [_whole_file(stored, file) for file in files]
+    export.files += map(_whole_file, files)
     if len(files) > 1 or options.files == "one_file_per_tensor":
         export.documents[f"{stem}.safetensors.index.json"] = build_index(files)
 
 
-def _whole_file(stored: Source, planned: OutputFile) -> WholeFile:
-    def begin(file: int) -> Iterable[Region]:
+def _whole_file(planned: OutputFile) -> WholeFile:
+    def begin(file: int) -> tuple[int, ...]:
         write_at(file, memoryview(planned.header), 0)
-        for tensor, offset in zip(planned.tensors, planned.begins, strict=True):
-            conversion = plan_conversion(stored.spec(*tensor.source).dtype, tensor.dtype)
-            yield Region(offset, tensor.nbytes, tensor.source, conversion=conversion, box=tensor.box)
+        return planned.begins
 
-    return WholeFile(planned.name, sum(tensor.nbytes for tensor in planned.tensors), begin)
+    return WholeFile(planned.name, planned.tensors, begin)
 
 
 # ── beside a checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
 # The folder ``huggingface`` is no part of its checkpoint: no index names it, and no load of the checkpoint reads it. It
-# is deleted with the checkpoint. It appears when it is complete: by a rename in a file system, by its last object in an
-# object store.
+# is deleted with the checkpoint. It appears when it is complete: by a rename in a file system, by its config, the last
+# object that transformers waits for, in an object store.
 
 
-def export_beside(path: str, storage: Storage) -> list[str]:
+def export_beside(path: str, storage: StorageRouter) -> list[str]:
     """Write the model of a checkpoint into its folder ``huggingface``. Runs on one rank, also off the main thread.
 
     Args:
@@ -221,47 +203,33 @@ def export_beside(path: str, storage: Storage) -> list[str]:
             export = plan_safetensors(stored, Options(format="huggingface"))
         except ValueError as error:
             raise StateError(str(error)) from None
-        try:
-            if is_url(path) and isinstance(storage, StorageRouter):
-                with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
-                    write(stored, export, create)
-            else:
-                folder = os.path.join(path, EXPORT_FOLDER)
-                with open_output(folder, is_file=False, replaceable=lambda folder: True) as (create, _):
-                    write(stored, export, create)
-                    check_current()
-        except FileNotFoundError:
-            check_current()
-            raise
+        if is_url(path):
+            with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
+                write(stored, export, create)
+        else:
+            folder = os.path.join(path, EXPORT_FOLDER)
+            with open_output(folder, is_file=False, replaceable=lambda folder: True) as (create, _):
+                write(stored, export, create)
+                check_current()
     return export.notes
 
 
 @contextmanager
 def _objects(store: ObjectStore, folder: str, check: Callable[[], None]) -> Iterator[NewFile]:
-    """Yield a function that creates an object of the export; at the end, ``check``, and put the config.
+    """Yield a function that creates an object of the export, after ``check`` if it is the config; deletes on errors."""
 
-    transformers reads the folder once the config is there.
-    """
-    with tempfile.TemporaryFile() as config:
-
-        @contextmanager
-        def create(name: str) -> Iterator[int]:
+    @contextmanager
+    def create(name: str) -> Iterator[int]:
+        with tempfile.TemporaryFile() as file:
+            yield file.fileno()
             if name == CONFIG:
-                yield config.fileno()
-                return
-            with tempfile.TemporaryFile() as file:
-                yield file.fileno()
-                put(name, file)
-
-        def put(name: str, file: IO[bytes]) -> None:
+                check()
             file.seek(0)
             store.upload(f"{folder}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
 
-        try:
-            yield create
-            check()
-            put(CONFIG, config)
-        except BaseException:
-            with suppress(OSError):
-                store.delete(f"{folder}/{name}" for name in store.list(folder))
-            raise
+    try:
+        yield create
+    except BaseException:
+        with suppress(OSError):
+            store.delete(f"{folder}/{name}" for name in store.list(folder))
+        raise

@@ -12,8 +12,6 @@ import zipfile
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,14 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.whole_files import Export, Options, Region, WholeFile, plan_conversion
-from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.export.whole_files import Export, Options, WholeFile
+from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.sources.source import Source, assemble
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import Dropped, Pickled, decode, refuse_tensor
+from lightning_shardckpt.state.json_tree import Dropped, decode, refuse_tensor
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
+from lightning_shardckpt.storage.local_files import write_at
 from lightning_shardckpt.system.text import list_some
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
@@ -41,47 +40,48 @@ def plan_torch(source: Source, options: Options) -> Export:
         ValueError: if names collide, or an option matches no tensor.
     """
     source, make = options.select(source), fake_tensors()
-    stored = dict[int, tuple[torch.Tensor, Region]]()  # by id of the fake tensor: it, and its bytes
+    stored = dict[int, tuple[torch.Tensor, OutputTensor]]()  # by id of the fake tensor
 
     def record(component: str, key: str) -> torch.Tensor:
         one = source.table[component][key]
         dtype = options.output_dtype(one.spec.dtype) if component == "model" else one.spec.dtype
         fake = make(one.spec.shape, TORCH_DTYPES[dtype])
-        conversion = plan_conversion(one.spec.dtype, dtype)
-        stored[id(fake)] = fake, Region(0, fake.nbytes, (one.component, one.key), conversion=conversion)
+        stored[id(fake)] = fake, OutputTensor(key, dtype, one.spec.shape, (one.component, one.key))
         return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
 
-    checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    model = source.components().get("model")
+    state = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
+    model, changed = source.components().get("model"), list[str]()
     if model is not None and len({spec.holders for spec in model.tensors.values()}) > 1:  # pipeline stages
-        for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
+        for optimizer in filter(None, state.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
-    plain = PlainValues()
-    checkpoint = plain.convert(_restore_keys(checkpoint, options.mapping))
-    regions = list[Region]()
-    for key, tensor in {id(tensor): tensor for tensor in _tensors_in(checkpoint)}.items():
-        regions.append(stored[key][1] if key in stored else Region(0, tensor.nbytes, host_bytes(tensor)))
-    notes = []
-    if plain.changed:
-        listed = list_some(plain.changed, between="\n  ")
-        notes = [f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}"]
-    nbytes = sum(region.nbytes for region in regions)
-    return Export([WholeFile("", nbytes, partial(_begin, checkpoint, regions))], notes=notes)
+    if has_places(state) and options.key_mapping.is_empty:  # the names are those of the save: so are the keys
+        frozen = {FROZEN: state[FROZEN]} if FROZEN in state else {}
+        state = states_of_checkpoint(state) | frozen
+    state.pop(KEYS, None)
+    checkpoint = to_plain(state, "", changed)
+    records = list({id(tensor): tensor for tensor in _tensors_in(checkpoint)}.values())
 
+    def begin(file: int) -> list[int]:
+        with open(file, "wb", closefd=False) as unfilled, torch.serialization.skip_data(materialize_fake_tensors=True):
+            try:
+                torch.save(checkpoint, unfilled)
+            except RuntimeError as error:  # its archive is not whole, because a write failed
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        places = dict(zip(map(id, records), _find_records(file, records), strict=True))
+        for tensor in records:
+            if id(tensor) not in stored:
+                write_at(file, host_bytes(tensor), places[id(tensor)])
+        return [places[id(tensor)] for tensor in records if id(tensor) in stored]
 
-def _begin(checkpoint: Any, regions: list[Region], file: int) -> list[Region]:
-    """Write a file without the bytes of its tensors; ``regions`` are in the order in which ``torch.save`` counts."""
-    with open(file, "wb", closefd=False) as unfilled, torch.serialization.skip_data(materialize_fake_tensors=True):
-        try:
-            torch.save(checkpoint, unfilled)
-        except RuntimeError as error:  # its archive is not whole, because a write failed
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-    begins = _find_records(file, regions)
-    return [replace(region, begin=begin) for region, begin in zip(regions, begins, strict=True)]
+    export = Export([WholeFile("", [stored[id(one)][1] for one in records if id(one) in stored], begin)])
+    if changed:
+        note = "Values that `torch.load` would refuse by default are not in the file as they were:\n  "
+        export.notes = [note + list_some(changed, between="\n  ")]
+    return export
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -93,26 +93,18 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-def _find_records(file: int, regions: list[Region]) -> list[int]:
-    """Return where the bytes of each tensor begin in a file of ``torch.save``."""
+def _find_records(file: int, tensors: list[torch.Tensor]) -> list[int]:
+    """Return where the bytes of each tensor begin in a file of ``torch.save``, which numbers them in this order."""
     begins = []
     with open(file, "rb", closefd=False) as raw, zipfile.ZipFile(raw) as archive:
-        infos = [archive.getinfo(f"archive/data/{number}") for number in range(len(regions))]
-        if [info.file_size for info in infos] != [region.nbytes for region in regions]:
-            raise StateError("torch.save wrote other tensors than were planned: please report this")
-        for info in infos:
+        for number, tensor in enumerate(tensors):
+            info = archive.getinfo(f"archive/data/{number}")
+            if info.file_size != tensor.nbytes:
+                raise StateError("torch.save wrote other tensors than were planned: please report this")
             raw.seek(info.header_offset + _LOCAL_HEADER_BYTES - 4)
             name_bytes, extra_bytes = (int.from_bytes(raw.read(2), "little") for _ in range(2))
             begins.append(info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
     return begins
-
-
-def _restore_keys(checkpoint: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:
-    """Return the state under the keys of the save, if the names are still those of the save."""
-    if not has_places(checkpoint) or not mapping.is_empty:
-        return {key: value for key, value in checkpoint.items() if key != KEYS}
-    frozen = {FROZEN: checkpoint[FROZEN]} if FROZEN in checkpoint else {}
-    return states_of_checkpoint(checkpoint) | frozen
 
 
 def sort_by_layer(params: list[str]) -> list[str]:
@@ -123,23 +115,19 @@ def sort_by_layer(params: list[str]) -> list[str]:
     >>> sort_by_layer(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']
     """
-    positions: dict[str, list[tuple[int, int]]] = {}  # of layers: (number of the layer, position)
-    for position, param in enumerate(params):
-        layer = _LAYER.match(param) if isinstance(param, str) else None
-        if layer is not None:
-            positions.setdefault(layer[1], []).append((int(layer[2]), position))
+    layers = [_LAYER.match(param) if isinstance(param, str) else None for param in params]
     ordered = list(params)
-    for layers in positions.values():
-        by_position = sorted(layers, key=lambda layer: layer[1])
-        for (_, position), (_, old) in zip(by_position, sorted(layers), strict=True):
-            ordered[position] = params[old]
-        between = params[min(position for _, position in layers) : max(position for _, position in layers)]
-        if others := [name for name in between if _LAYER.match(name) is None]:
+    for prefix in {layer[1] for layer in layers if layer}:
+        places = [place for place, layer in enumerate(layers) if layer and layer[1] == prefix]
+        if others := [place for place in range(places[0], places[-1]) if layers[place] is None]:
             raise StateError(
-                f"the file would have the optimizer's state in another order than the model: {others[0]!r} is stored "
-                "between the layers of pipeline stages, and a plain optimizer loads by position. Leave the optimizer "
-                "out (--optimizer false), or resume from the checkpoint itself."
+                f"the file would have the optimizer's state in another order than the model: {params[others[0]]!r} is "
+                "stored between the layers of pipeline stages, and a plain optimizer loads by position. Leave the "
+                "optimizer out (--optimizer false), or resume from the checkpoint itself."
             )
+        by_number = sorted(places, key=lambda place: int(layers[place][2]))  # type: ignore[index]  # of a layer
+        for place, old in zip(places, by_number, strict=True):
+            ordered[place] = params[old]
     return ordered
 
 
@@ -151,55 +139,54 @@ _LOADABLE = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.de
 _CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)  # like the others: exactly these classes, not subclasses
 
 
-class PlainValues:
-    """Converts values to types that ``torch.load`` reads by default; ``changed`` describes the values that differ.
+def to_plain(value: Any, path: str, changed: list[str]) -> Any:
+    """Return a value converted to types that ``torch.load`` reads by default; containers are copied.
 
     Subclasses of containers become the containers, frozensets sets, deques lists, numpy arrays tensors, and all other
     objects text. Values that the checkpoint lacks are left out; in a list, None replaces them.
+
+    Args:
+        value: to convert.
+        path: of the value, for ``changed``.
+        changed: descriptions of the values that differ are added to it.
     """
-
-    def __init__(self) -> None:
-        self.changed: list[str] = []
-
-    def convert(self, value: Any, path: str = "") -> Any:
-        """Return a value converted to types that ``weights_only=True`` allows; containers are copied."""
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return _with_own_storage(value)
-        if kind in _LOADABLE or (kind is int and value.bit_length() < _MAX_INT_BITS):
-            return value
-        if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
-            return self.convert(number, path)
-        if isinstance(value, Dropped):
-            reason = "as it is pickled" if isinstance(value, Pickled) else "as it was when the checkpoint was saved"
-            self.changed.append(f"{path}: left out, {reason}: {value.type_name}")
-            return None
-        new: Any = str(value)
-        if isinstance(value, dict):
-            new = {} if kind not in _CONTAINERS else kind()
-            for key, item in value.items():
-                where = f"{path}/{key}" if path else str(key)
-                key, plain = self._member(key, where), self.convert(item, where)
-                if not isinstance(item, Dropped):
-                    new[key] = plain
-            if (versions := getattr(value, _VERSIONS, None)) is not None:  # a module's state dict
-                vars(new)[_VERSIONS] = self.convert(versions, f"{path}/{_VERSIONS}")
-        elif isinstance(value, list | tuple | deque):
-            items = [self.convert(item, f"{path}/{i}") for i, item in enumerate(value)]
-            new = kind(items) if kind in _CONTAINERS else items
-        elif isinstance(value, set | frozenset):
-            new = {self._member(item, path) for item in value if not isinstance(item, Dropped)}
-        elif isinstance(value, np.ndarray):
+    value = value.item() if isinstance(value, np.generic) else value
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _with_own_storage(value)
+    if kind in _LOADABLE or (kind is int and value.bit_length() < _MAX_INT_BITS):
+        return value
+    if isinstance(value, Dropped):
+        changed.append(f"{path}: left out, {value!r}")
+        return None
+    if isinstance(value, dict):
+        new: Any = kind() if kind in _CONTAINERS else {}
+        for key, item in value.items():
+            where = f"{path}/{key}" if path else str(key)
+            plain = to_plain(item, where, changed)
+            if not isinstance(item, Dropped):
+                new[_to_member(key, where, changed)] = plain
+        if (versions := getattr(value, _VERSIONS, None)) is not None:  # a module's state dict
+            vars(new)[_VERSIONS] = to_plain(versions, f"{path}/{_VERSIONS}", changed)
+    elif isinstance(value, list | tuple | deque):
+        items = [to_plain(item, f"{path}/{i}", changed) for i, item in enumerate(value)]
+        new = kind(items) if kind in _CONTAINERS else items
+    elif isinstance(value, set | frozenset):
+        new = {_to_member(item, path, changed) for item in value if not isinstance(item, Dropped)}
+    else:
+        new = str(value)
+        if isinstance(value, np.ndarray):
             with suppress(TypeError, ValueError):  # torch has no dtype for it
                 new = torch.tensor(np.ascontiguousarray(value))
-        if type(new) is not kind:
-            self.changed.append(f"{path}: {kind.__name__} became {type(new).__name__}")
-        return new
+    if type(new) is not kind:
+        changed.append(f"{path}: {kind.__name__} became {type(new).__name__}")
+    return new
 
-    def _member(self, value: Any, path: str) -> Any:
-        """Return a converted key or member of a set; text for one that can't be hashed any more."""
-        new = self.convert(value, path)
-        return str(value) if isinstance(new, set) else new
+
+def _to_member(value: Any, path: str, changed: list[str]) -> Any:
+    """Return a converted key or member of a set; text for one that can't be hashed any more."""
+    new = to_plain(value, path, changed)
+    return str(value) if isinstance(new, set) else new
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,10 +86,6 @@ def start_time(pid: int) -> str:
 class Tuning:
     """Sizes in bytes, times in seconds and numbers of threads; the defaults were measured or are explained here."""
 
-    # ── filling large files: exports and consolidation ──
-    fill_window_bytes: int = 8 << 20  # one per thread; larger than blocks, of which two windows may share one
-    fill_threads: int = 4  # only one at a time can write to a file, which is about half of the work
-
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
 

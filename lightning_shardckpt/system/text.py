@@ -93,18 +93,18 @@ def one_line(text: str) -> str:
 
 
 @contextmanager
-def progress(nbytes: int | None = None) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+def progress(nbytes: int) -> Iterator[Callable[[int], object]]:
     """Show a progress bar on stderr while the block runs, on a terminal, if that takes more than a second.
 
     Args:
-        nbytes: the total, if known.
+        nbytes: the total.
 
     Yields:
-        A function to call with the bytes done since the last call, and one to call once with the total.
+        A function to call with the bytes done since the last call.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 
     # disable=None: no bar unless stderr is a terminal; dynamic_ncols follows its width
     options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": None, "dynamic_ncols": True}
     with tqdm(total=nbytes, delay=1.0, **options) as bar:
-        yield bar.update, bar.reset
+        yield bar.update

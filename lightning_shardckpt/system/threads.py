@@ -1,12 +1,9 @@
 """Threads with common rules for errors, interrupts and a lack of threads; the saves that they still write.
 
-``Worker`` runs one function; ``run_tasks`` shares tasks between the calling thread and others. For both:
-
-- The first error counts, including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped.
-- It is raised in the calling thread after every thread has ended, even if that wait is interrupted: the caller may free
-  files and memory that the threads use.
-- If the system can start no more threads, or the interpreter is about to exit, the existing threads do the work, at
-  least the calling one.
+``Worker`` runs one function; ``run_tasks`` shares tasks between the calling thread and others. The first error counts,
+including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped. It is raised in the calling
+thread after every thread has ended, even if that wait is interrupted: the caller may free files and memory that the
+threads use.
 
 Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``,
 which uses an Event, take a lock in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and
@@ -20,12 +17,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+_END = object()
 
 
 class NoThreadError(RuntimeError):
@@ -41,20 +39,19 @@ def signals_deferred() -> Iterator[None]:
 
     Replaces the handlers instead of blocking the signals, since another thread could receive a blocked signal.
     """
-    received = list[int]()
-    with ExitStack() as on_exit:
-        on_exit.callback(_raise_all, received)
-        if threading.current_thread() is threading.main_thread():
-            for number in _INTERRUPTS:
-                if callable(handler := signal.getsignal(number)):
-                    on_exit.callback(signal.signal, number, handler)
-                    signal.signal(number, lambda number, frame: received.append(number))
+    received, handlers = list[int](), {number: signal.getsignal(number) for number in _INTERRUPTS}
+    if threading.current_thread() is not threading.main_thread():
+        handlers.clear()
+    try:
+        for number in [number for number, handler in handlers.items() if callable(handler)]:
+            signal.signal(number, lambda number, frame: received.append(number))
         yield
-
-
-def _raise_all(signals: list[int]) -> None:
-    for number in signals:
-        signal.raise_signal(number)
+    finally:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 def cores_per_rank() -> int:
@@ -128,64 +125,46 @@ class Worker:
             self._running.release()
 
 
-def run_tasks(
-    tasks: Iterable[T],
-    open_worker: Callable[[], AbstractContextManager[Callable[[T], object]]],
-    *,
-    threads: int,
-    name: str,
-) -> None:
+def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]], *, threads: int, name: str) -> None:
     """Do all tasks in the calling thread and others; return when every thread has ended.
 
     Args:
         tasks: begun in this order; one thread at a time takes the next one.
-        open_worker: entered once by each thread, to open its own resources; yields the function that does one task.
-        threads: the maximum number, including the calling one.
+        new_worker: called once by each thread; returns the function that does one task.
+        threads: the number, including the calling one.
         name: of the other threads.
 
     Raises:
         BaseException: the first error of any thread, or of ``tasks``.
     """
-    remaining, taking = iter(tasks), threading.Lock()
-    failures: list[BaseException] = []
+    remaining, taking, failures = iter(tasks), threading.Lock(), list[BaseException]()
 
     def work() -> None:
         try:
-            with open_worker() as do:
-                while not failures:
-                    with taking:
-                        task = next(remaining, _END)
-                    if task is _END:
-                        return
-                    do(task)  # type: ignore[arg-type]  # not _END
+            do = new_worker()
+            while not failures:
+                with taking:
+                    task = next(remaining, _END)
+                if task is _END:
+                    return
+                do(task)  # type: ignore[arg-type]  # not _END
         except BaseException as error:
             failures.append(error)
 
     others = [Worker(work, name=name) for _ in range(threads - 1)]
     try:
-        try:
-            for other in others:
-                other.start()
-        except NoThreadError:
-            pass  # the threads that have started do the work
+        for other in others:
+            other.start()
         work()
-    except BaseException as error:  # an interrupt
+    except BaseException as error:  # an interrupt, or a lack of threads
         failures.append(error)
     for other in others:
         other.end(failures.append)
-    _raise_first(failures)
-
-
-def _raise_first(failures: list[BaseException]) -> None:
-    """Raise the first error, if any, and drop them all: their tracebacks hold references to the threads' memory."""
     if failures:
         try:
             raise failures[0]
         finally:
-            failures.clear()
-
-
-_END = object()
+            failures.clear()  # their tracebacks hold references to the threads' memory
 
 
 # ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from math import inf, isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -19,16 +20,13 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
-from lightning_shardckpt.system.text import count_text, shape_text, table
-from lightning_shardckpt.tools.inspect import is_selected
+from lightning_shardckpt.system.text import count_text, progress, shape_text, table
+from lightning_shardckpt.tools.inspect import LISTED, is_selected
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import WindowReader
+from lightning_shardckpt.transfer.shard_reader import read_windows
 
-_WINDOW_BYTES = 8 << 20  # of each tensor at a time
-_LISTED = 20
 _ABSENT = "–"
 _SHOWN = 32
-_DIFFERENCES = ("different", "changed", "removed", "added")
 
 
 def diff(
@@ -36,23 +34,19 @@ def diff(
     b: str | os.PathLike[str],
     *,
     tensors: str | None = None,
-    advance: Callable[[int], Any] = lambda nbytes: None,
-    expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the differences of two checkpoints, as values that JSON can hold.
 
-    ``tensors`` has the tensors that are different (with the ``largest`` difference of an element, and the same
-    ``relative`` to the largest element), changed in dtype or shape, removed or added. ``values`` has the other values
-    of the trainer, the optimizers and each rank, by name.
+    ``tensors`` lists the tensors that differ; their ``kind`` is "different" (with the ``largest`` difference of an
+    element, and the same ``relative`` to the largest element), "changed" in dtype or shape, "removed" or "added".
+    ``values`` has the other values of the trainer, the optimizers and each rank, by name.
 
     Args:
         a: a checkpoint.
         b: another one.
         tensors: compare only tensors and values whose name matches this pattern (``*``, ``?``, ``[…]``) or contains
             this text.
-        advance: called with the bytes of tensors as they are compared.
-        expect: called once before with the total of these bytes.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
@@ -64,29 +58,20 @@ def diff(
         open_checkpoint(a, storage_options=storage_options) as first,
         open_checkpoint(b, storage_options=storage_options) as second,
     ):
-        readers = [WindowReader(sharded_source(checkpoint), _WINDOW_BYTES) for checkpoint in (first, second)]
-        lists: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("same", *_DIFFERENCES)}
-        pairs = list(_pairs(first, second, tensors))
-        expect(sum(pair.nbytes for pair in pairs))
-        for pair in pairs:
-            kind, entry = _compare(pair, readers, advance)
-            lists[kind].append({"component": pair.component, "name": pair.name, **entry})
+        entries = _compare(first, second, tensors)
+        differing = [entry for entry in entries if entry["kind"] != "same"]
         values = [_values(one, tensors) for one in (first, second)]
-        if tensors is not None and not any(lists.values()) and not any(values):
+        if tensors is not None and not entries and not any(values):
             raise ValueError(f"neither checkpoint has a tensor whose name matches {tensors!r} or contains it")
         return {
             "a": os.fspath(a),
             "b": os.fspath(b),
             "about": _changes(_about(first), _about(second)),
-            "tensors": {**lists, "same": len(lists["same"])},
+            "tensors": differing,
+            "same": len(entries) - len(differing),
             "values": _changes(*values),
             "values_compared": len({**values[0], **values[1]}),
         }
-
-
-def is_same(report: dict[str, Any]) -> bool:
-    """Return whether all tensors are the same."""
-    return not any(report["tensors"][kind] for kind in _DIFFERENCES)
 
 
 def _values(checkpoint: Checkpoint, pattern: str | None) -> dict[str, str]:
@@ -111,63 +96,50 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]
     return {name: [a.get(name), b.get(name)] for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
-# ── pairs of tensors ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Pair(NamedTuple):
-    """A tensor by a common name: its key and spec in each checkpoint, None if a checkpoint lacks it."""
-
-    component: str
-    name: str
-    keys: tuple[str | None, str | None]
-    specs: tuple[TensorSpec | None, TensorSpec | None]
-
-    @property
-    def kind(self) -> str:
-        """The list of the report to which the tensor belongs without a look at its values: "same" or a difference."""
-        a, b = self.specs
-        if a is None or b is None:
-            return "added" if a is None else "removed"
-        return "same" if (a.dtype, a.shape) == (b.dtype, b.shape) else "changed"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes to compare."""
-        spec = self.specs[0]
-        return bytes_in(spec.shape, spec.dtype) if spec is not None and self.kind == "same" else 0
-
-
-def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
-    """Yield every tensor of either checkpoint, by any of its names; each pair of keys once."""
+def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list[dict[str, Any]]:
+    """Return an entry for every tensor of either checkpoint, by one of its names, after comparing the values."""
+    entries, alike = list[dict[str, Any]](), list[tuple[str, str, str]]()  # component and key in each
     for component in {**first.root.components, **second.root.components}:
-        a, b = (checkpoint.root.components.get(component, Component({})) for checkpoint in (first, second))
+        a, b = (one.root.components.get(component, Component({})) for one in (first, second))
         of_a, of_b, seen = a.names, b.names, set[tuple[str | None, str | None]]()
         for name in {**of_a, **of_b}:
-            keys = of_a.get(name), of_b.get(name)
-            if keys not in seen and is_selected([name], pattern):
-                seen.add(keys)
-                yield _Pair(component, name, keys, (a.tensors.get(keys[0] or ""), b.tensors.get(keys[1] or "")))
+            keys = key_a, key_b = of_a.get(name), of_b.get(name)
+            if keys in seen or not is_selected([name], pattern):
+                continue
+            seen.add(keys)
+            specs = _describe(a.tensors.get(key_a or "")), _describe(b.tensors.get(key_b or ""))
+            kind = "removed" if key_b is None else "changed"
+            if key_a is None:
+                kind = "added"
+            elif key_b is not None and specs[0] == specs[1]:
+                kind = "same"
+                alike.append((component, key_a, key_b))
+            about = {"component": component, "name": name, "kind": kind, "a": specs[0], "b": specs[1]}
+            entries.append({**about, "largest": None, "relative": None})
+    same = [entry for entry in entries if entry["kind"] == "same"]
+    streams = [
+        read_windows(sharded_source(one), [(component, keys[side], None) for component, *keys in alike])
+        for side, one in enumerate((first, second))
+    ]
+    sizes = [(0.0, 0.0)] * len(same)  # the largest difference and the largest element of each tensor
+    with progress(sum(bytes_in(entry["a"]["shape"], entry["a"]["dtype"]) for entry in same)) as advance:
+        for (number, data), (_, other) in zip(*streams, strict=True):
+            if data != other:
+                same[number]["kind"] = "different"
+            for distance, size in _distances(data, other, same[number]["a"]["dtype"]):
+                sizes[number] = max(sizes[number][0], distance), max(sizes[number][1], size)
+            advance(len(data))
+    for entry, (largest, magnitude) in zip(same, sizes, strict=True):
+        if entry["kind"] == "different" and isfinite(largest):  # JSON has no infinity
+            entry |= {"largest": largest, "relative": largest / magnitude if magnitude else None}
+    return entries
 
 
-def _compare(
-    pair: _Pair, readers: Sequence[WindowReader], advance: Callable[[int], Any]
-) -> tuple[str, dict[str, Any]]:
-    """Return the list of the report that a tensor belongs to, and its entry there. Reads a window of each at a time."""
-    a, b = ({} if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in pair.specs)
-    if pair.kind != "same":
-        return pair.kind, {"a": a, "b": b} if pair.kind == "changed" else a or b
-    is_same, largest, magnitude = True, 0.0, 0.0
-    streams = [reader.read(pair.component, key or "") for reader, key in zip(readers, pair.keys, strict=True)]
-    for first, second in zip(*streams, strict=True):
-        is_same = is_same and first == second
-        for one, size in _distances(first, second, str(a["dtype"])):
-            largest, magnitude = max(largest, one), max(magnitude, size)
-        advance(len(first))
-    if is_same:
-        return "same", {}
-    known = isfinite(largest)  # JSON has no infinity
-    relative = largest / magnitude if known and magnitude else None
-    return "different", {**a, "largest": largest if known else None, "relative": relative}
+def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
 _NUMPY = {
@@ -209,33 +181,33 @@ def _numbers(data: memoryview, dtype: str) -> NDArray[Any]:
     return numpy.frombuffer(data, f"<{_NUMPY[dtype]}")
 
 
-# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
-    """Render the result of ``diff`` as text for people."""
-    limit, tensors = None if everything else _LISTED, report["tensors"]
-    blocks = [f"A  {report['a']}\nB  {report['b']}"]
+    """Render the result of ``diff`` as text for people, the tensors that differ most first."""
+    limit, blocks = None if everything else LISTED, [f"A  {report['a']}\nB  {report['b']}"]
     for title, kind in (("about", "about"), ("value", "values")):
         rows = [(name, _cut(a), _cut(b)) for name, (a, b) in report[kind].items()]
         blocks += [table((title, "A", "B"), rows, limit=limit)] if rows else []
-    for component in dict.fromkeys(t["component"] for t in tensors["different"]):
-        own = [t for t in tensors["different"] if t["component"] == component]
-        own.sort(key=lambda t: (-inf if t["relative"] is None else -t["relative"], t["name"]))  # the largest first
-        sizes = [["" if t[k] is None else f"{t[k]:.3g}" for k in ("largest", "relative")] for t in own]
-        rows = [(t["name"], t["dtype"], shape_text(t["shape"]), *two) for t, two in zip(own, sizes, strict=True)]
-        header = (f"{component}: differs", "dtype", "shape", "largest", "relative")
-        blocks.append(table(header, rows, header[3:], limit=limit))
-    others = [(t["name"], _spec_text(t["a"]), _spec_text(t["b"]), "changed") for t in tensors["changed"]]
-    others += [(t["name"], _spec_text(t), _ABSENT, "removed") for t in tensors["removed"]]
-    others += [(t["name"], _ABSENT, _spec_text(t), "added") for t in tensors["added"]]
-    blocks += [table(("tensor", "A", "B", ""), others, limit=limit)] if others else []
-    counts = [f", {len(tensors[kind]):,} {kind}" for kind in _DIFFERENCES if tensors[kind]]
-    return "\n\n".join([*blocks, f"{count_text(tensors['same'], 'tensor')} the same{''.join(counts)}"])
+    ordered = sorted(report["tensors"], key=lambda t: (t["component"], -(t["relative"] or 0.0)))
+    header = ("tensor", "A", "B", "", "largest", "relative")
+    rows = [
+        (t["name"], _spec_text(t["a"]), _spec_text(t["b"]), t["kind"], *(_number_text(t[k]) for k in header[-2:]))
+        for t in ordered
+    ]
+    blocks += [table(header, rows, header[-2:], limit=limit)] if rows else []
+    counts = Counter(t["kind"] for t in ordered)
+    listed = [f", {counts[kind]:,} {kind}" for kind in ("different", "changed", "removed", "added") if counts[kind]]
+    return "\n\n".join([*blocks, f"{count_text(report['same'], 'tensor')} the same{''.join(listed)}"])
 
 
-def _spec_text(spec: dict[str, Any]) -> str:
-    return f"{spec['dtype']} {shape_text(spec['shape'])}"
+def _spec_text(spec: dict[str, Any] | None) -> str:
+    return _ABSENT if spec is None else f"{spec['dtype']} {shape_text(spec['shape'])}"
+
+
+def _number_text(number: float | None) -> str:
+    return "" if number is None else f"{number:.3g}"
 
 
 def _cut(text: str | None) -> str:

@@ -12,7 +12,6 @@ memory for a window. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
@@ -26,6 +25,7 @@ from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.host import allocate_pages
 from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
 
+WINDOW_BYTES = 32 << 20  # of memory for tensors that are read window by window
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest
 
@@ -46,7 +46,7 @@ class ReadSizes:
     direct: int
     gap: int = 512
     threads: int = 2
-    threaded: int = 32 << 20
+    threaded: int = 16 << 20
 
 
 LOCAL = ReadSizes(window=1 << 20, direct=64 << 10)  # the window is still in a core's cache when it is hashed
@@ -97,7 +97,6 @@ def fetch(
     *,
     verify: bool,
     sizes: ReadSizes | None = None,
-    threads: int | None = None,
 ) -> None:
     """Read the regions of the requests into their targets, and verify their checksums, in one pass.
 
@@ -106,7 +105,6 @@ def fetch(
         requests: requests in any order.
         verify: read the whole of every block that a request touches, and compare its checksum, if there is one.
         sizes: sizes of reads; by default those for the latency of the files.
-        threads: the number of threads, including the calling thread; by default it depends on the work.
 
     Raises:
         CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be partly filled.
@@ -114,19 +112,17 @@ def fetch(
     ordered = sorted(requests, key=lambda request: (request.entry.file, request.entry.begin + request.runs.source))
     is_remote = files.reader.high_latency
     sizes = sizes or (REMOTE if is_remote else LOCAL)
-    if threads is None:
-        nbytes = sum(request.runs.nbytes for request in ordered)
-        if is_remote:
-            threads = max(min(sizes.threads, max(len(ordered), nbytes // sizes.window)), 1)
-        else:
-            threads = sizes.threads if nbytes >= sizes.threaded and cores_per_rank() > 1 else 1
+    nbytes = sum(request.runs.nbytes for request in ordered)
+    if is_remote:
+        threads = max(min(sizes.threads, max(len(ordered), nbytes // sizes.window)), 1)
+    else:
+        threads = sizes.threads if nbytes >= sizes.threaded and cores_per_rank() > 1 else 1
 
-    @contextmanager
-    def open_worker() -> Iterator[Callable[[Sequence[Segment]], None]]:
+    def new_worker() -> Callable[[Sequence[Segment]], None]:
         window = memoryview(allocate_pages(max(sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
-        yield lambda segments: _read(files, segments, window, sizes.direct, verify)
+        return lambda segments: _read(files, segments, window, sizes.direct, verify)
 
-    run_tasks(_plan_reads(ordered, verify, sizes), open_worker, threads=threads, name="shardckpt-reader")
+    run_tasks(_plan_reads(ordered, verify, sizes), new_worker, threads=threads, name="shardckpt-reader")
 
 
 # ── plan ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,41 +308,40 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
             yield Box((*index, low, *(0 for _ in inner)), (*stop, min(low + step, shape[dim]), *inner))
 
 
-def plan_windows(
-    tensors: StoredTensors, component: str, key: str, part: Box | None, nbytes: int
-) -> Iterator[tuple[int, list[Request]]]:
-    """Yield the length in bytes of each of the ``windows`` of a tensor, and the requests for it, without memory.
+def read_windows(
+    tensors: StoredTensors, wanted: Iterable[tuple[str, str, Box | None]], nbytes: int = WINDOW_BYTES
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of tensors or of parts of them, window by window; every byte is verified if it has a checksum.
 
-    Each window reads and verifies the blocks that it touches, so a block that two windows share is read for both:
-    windows should be much larger than blocks.
+    Windows that fit into memory together are read together. Each window reads the whole of the blocks that it touches,
+    so a block that two windows share is read for both: windows should be much larger than blocks.
 
     Args:
         tensors: the tensors.
-        component: of the tensor.
-        key: of the tensor.
-        part: of the tensor; None for all of it.
-        nbytes: the size of a window.
+        wanted: component and key of each tensor, and the part of it, None for all of it.
+        nbytes: the size of the memory.
+
+    Yields:
+        The number of the tensor in ``wanted``, and its next bytes, which are valid until the next step.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank.
     """
-    spec = tensors.spec(component, key)
-    size, region = DTYPE_BYTES[spec.dtype], part or Box.whole(spec.shape)
-    for window in windows(region.shape, nbytes // size):
-        wanted = Part(window.shift(region.start), (0,) * len(spec.shape))
-        yield window.numel * size, tensors.requests(component, key, (wanted,), window.shape, memoryview(b""))
-
-
-class WindowReader:
-    """Reads tensors one window after the other into memory of its own; every byte is verified if it has a checksum."""
-
-    def __init__(self, tensors: StoredTensors, window_bytes: int) -> None:
-        self._tensors, self._memory = tensors, memoryview(allocate_pages(window_bytes))
-
-    def read(self, component: str, key: str, part: Box | None = None) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor, or of a part of it, in order; each window is valid until the next one.
-
-        Raises:
-            CorruptionError: naming file, tensor and rank.
-        """
-        for nbytes, requests in plan_windows(self._tensors, component, key, part, len(self._memory)):
-            filled = [request._replace(target=self._memory) for request in requests]
-            fetch(self._tensors, filled, verify=True, threads=1)
-            yield self._memory[:nbytes]
+    memory, used = memoryview(allocate_pages(nbytes)), 0
+    batch, requests = list[tuple[int, memoryview]](), list[Request]()
+    for number, (component, key, part) in enumerate(wanted):
+        spec = tensors.spec(component, key)
+        size, region = DTYPE_BYTES[spec.dtype], part or Box.whole(spec.shape)
+        for window in windows(region.shape, nbytes // size):
+            length = window.numel * size
+            if used + length > nbytes:
+                fetch(tensors, requests, verify=True)
+                yield from batch
+                batch, requests, used = [], [], 0
+            target = memory[used : used + length]
+            parts = (Part(window.shift(region.start), (0,) * len(spec.shape)),)
+            requests += tensors.requests(component, key, parts, window.shape, target)
+            batch.append((number, target))
+            used += length
+    fetch(tensors, requests, verify=True)
+    yield from batch

@@ -6,14 +6,10 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_shardckpt.system.host import TUNING, Tuning
-
 if TYPE_CHECKING:
-    import pytest
     import torch
 
 
@@ -61,9 +57,3 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
-
-
-def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Tuning:
-    """Have every thread there may be take part, in steps of a size that a test can afford."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    return replace(TUNING, fill_window_bytes=nbytes)

@@ -164,12 +164,11 @@ def load(
     rank: int,
     how: How = "verified",
     sizes: ReadSizes | None = None,
-    threads: int | None = None,
 ) -> Array:
     """What ``rank`` of another world reads of a model's tensor into its memory."""
     spec = checkpoint.root.components["model"].tensors[key]
     parts = parts_of_rank(layout, spec.shape, rank)
     found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
     wanted = requests(checkpoint, key, parts, found)
-    fetch(checkpoint, wanted, verify=how == "verified", sizes=sizes, threads=threads)
+    fetch(checkpoint, wanted, verify=how == "verified", sizes=sizes)
     return found

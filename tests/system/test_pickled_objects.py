@@ -90,7 +90,7 @@ def test_functions_and_tools_read_none_unless_they_are_told_to(
     assert (metadata(path, values=True).values or {})["trainer/added/0"].kind == "pickle"
     assert verify(path).findings == ()
     file = consolidate(path, tmp_path / "file.ckpt")
-    assert "added/0: left out, as it is pickled: tests.support.boring.Encoder" in caplog.text
+    assert "added/0: left out, <not read from the checkpoint: tests.support.boring.Encoder" in caplog.text
     found = torch.load(file, weights_only=True)
     assert found["added"] == [None] and "encoder" not in found["hyper_parameters"]
 

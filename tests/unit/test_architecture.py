@@ -27,11 +27,11 @@ ROWS = [
     {"state"},
     {"sources"},
     {"checkpoint", "export", "tools"},
-    {"api", "lazy", "consolidate", "merging", "checkpoint_io"},
-    {"callbacks", "from_checkpoint", "resume_proof"},
+    {"api", "lazy", "checkpoint_io"},
+    {"callbacks", "from_checkpoint", "merging", "resume_proof"},
     {"strategy"},
     {"pytorch", "fabric", "cli"},
-    {"__main__", "__init__"},
+    {"__main__", "__init__", "consolidate"},
 ]
 # The same within the room that has rooms of its own.
 INNER_ROWS = {"parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"optimizers"}]}

@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
     def cells(self, number: int) -> Iterator[tuple[tuple[slice, ...], set[int]]]:
         """Boxes of a drawing, each with its ranks."""
-        *edges, groups = (self.about["lists"][i] for i in self.about["drawings"][number])
+        *edges, groups = self.about["drawings"][number]
         boxes = product(*([slice(*span) for span in pairwise(along)] for along in edges))
         for box, group in zip(boxes, groups, strict=True):
             ends = iter(self.about["groups"][group] if group >= 0 else ())

@@ -18,17 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
-from lightning_shardckpt.consolidate import consolidate, write_export
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.system.host import TUNING
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
-SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 
 
@@ -201,12 +198,6 @@ def _consolidate(root: str, ranks: Ranks) -> None:
     consolidate(_one(root), os.path.join(root, "whole.ckpt"))
 
 
-def _consolidate_by_threads(root: str, ranks: Ranks) -> None:
-    """In windows so small that several threads take part; which one makes a call is not determined."""
-    tuning = replace(TUNING, fill_window_bytes=SMALL_WINDOW_BYTES)
-    write_export(_one(root), os.path.join(root, "whole.ckpt"), Options(), tuning=tuning)
-
-
 def _consolidate_again(root: str) -> None:
     output = os.path.join(root, "whole.ckpt")
     if os.path.lexists(output):
@@ -273,7 +264,6 @@ _LINK = Scenario("rotation with a link", 1, _save_and_link, _relink, _linked, _r
 _OVER_LINK = Scenario("save over a link", 1, _save_and_link, _new, _over_link, _save_again)
 _DELETE = Scenario("deletion", 1, _old, _delete, _deleted, _save_and_delete)
 _CONSOLIDATE = Scenario("consolidation", 1, _new, _consolidate, _consolidated, _consolidate_again)
-_BY_THREADS = Scenario("consolidation by threads", 1, _new, _consolidate_by_threads, _consolidated, _consolidate_again)
 _EXPORT = Scenario("export over an older one", 1, _save_and_export, lambda r, k: _export(r), _exported, _export_again)
 
 
@@ -284,7 +274,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
         for kind in (_FIRST, _REPLACE, _FILL, _REFILL, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         yield replace(_REPLACE, name=f"{_REPLACE.name} without an exchange of names{by}", world=world, exchange=False)
-        for kind in (_DELETE, _CONSOLIDATE, _BY_THREADS, _EXPORT):
+        for kind in (_DELETE, _CONSOLIDATE, _EXPORT):
             yield replace(kind, name=kind.name + by, prepared_by=world)
 
 

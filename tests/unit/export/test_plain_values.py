@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from lightning_shardckpt.export.torch_export import PlainValues
+from lightning_shardckpt.export.torch_export import to_plain
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, TORCH_NAMES
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
@@ -21,7 +21,7 @@ def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:
 def test_a_tensor_gets_a_storage_of_its_own() -> None:
     whole = torch.arange(6.0).view(2, 3)
     for part in (whole.t(), whole[1:], whole):
-        found = PlainValues().convert([part])[0]
+        found = to_plain([part], "", [])[0]
         assert torch.equal(found, part) and found.untyped_storage().nbytes() == part.nbytes
     assert found is whole
 
@@ -37,7 +37,7 @@ class Versioned(nn.Linear):
 
 def test_the_versions_of_a_state_dict_reach_the_module_that_loads_it() -> None:
     module = Versioned(2, 2)
-    plain = PlainValues().convert(module.state_dict())
+    plain = to_plain(module.state_dict(), "", [])
     assert type(plain) is OrderedDict
     module.load_state_dict(OrderedDict(plain))  # a copy has no versions
     assert Versioned.seen is None

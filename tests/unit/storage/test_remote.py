@@ -194,7 +194,7 @@ def test_functions_take_them(saved: str, s3: Bucket, tmp_path: Path) -> None:
     assert torch.equal(lightning_shardckpt.load(saved, **options)["model"]["weight"], weight)
     assert inspect(saved, **options)["step"] == 7
     assert verify(saved, **options).findings == ()
-    assert diff(saved, saved, **options)["tensors"]["same"] == 2
+    assert diff(saved, saved, **options)["same"] == 2
     assert "weight" in write_map(saved, tmp_path / "map.html", **options).read_text()
     assert torch.equal(torch.load(consolidate(saved, tmp_path / "a.pt", **options))["model"]["weight"], weight)
 

@@ -8,9 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -42,22 +41,22 @@ def others() -> list[str]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("given", [0, 1, 9])
-def test_every_task_is_done_once_by_a_worker_that_is_opened_and_closed_once_per_thread(
-    threads: int, given: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_threads(monkeypatch, after=given)
-    done, opened, closed = list[int | None](), list[threading.Thread](), list[threading.Thread]()
+def test_every_task_is_done_once_by_a_worker_of_each_thread(threads: int) -> None:
+    done, opened = list[int | None](), list[threading.Thread]()
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[int | None], object]]:
+    def worker() -> Callable[[int | None], object]:
         opened.append(threading.current_thread())
-        yield done.append
-        closed.append(threading.current_thread())
+        return done.append
 
     run_tasks([None, *range(100)], worker, threads=threads, name="test-worker")
     assert sorted(done, key=str) == sorted([None, *range(100)], key=str)
-    assert len(opened) == len(set(opened)) == min(threads, given + 1) and set(opened) == set(closed)
+    assert len(opened) == len(set(opened)) == threads and not others()
+
+
+def test_a_lack_of_threads_is_an_error_after_which_none_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch, after=1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_tasks(range(9), lambda: lambda task: None, threads=3, name="test-worker")
     assert not others()
 
 
@@ -74,7 +73,7 @@ def test_the_first_error_is_raised_when_all_have_ended_and_drops_other_tasks(err
         done.append(task)
 
     with pytest.raises(error, match="first"):
-        run_tasks(range(999), lambda: nullcontext(do), threads=3, name="test-worker")
+        run_tasks(range(999), lambda: do, threads=3, name="test-worker")
     assert len(done) < 900 and not others()
 
 
@@ -94,7 +93,7 @@ def test_interrupts_are_raised_when_no_thread_is_at_work(interrupts: int, tasks:
         ended.append(task)
 
     with pytest.raises(KeyboardInterrupt):
-        run_tasks(range(tasks), lambda: nullcontext(do), threads=2, name="test-worker")
+        run_tasks(range(tasks), lambda: do, threads=2, name="test-worker")
     assert len(ended) == 1 and not others()
 
 

@@ -17,8 +17,9 @@ from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard, Layout,
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.format.value_checks import checksum, checksum_blocks
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch
+from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch, read_windows
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 from tests.support import worlds
 from tests.support.storages import MemoryReader, MemoryStorage
@@ -159,9 +160,12 @@ WAYS: tuple[worlds.How, ...] = get_args(worlds.How)
 def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds.How) -> None:
     draw = random.Random(seed)
     sizes = ReadSizes(
-        window=draw.choice((100, 4500, 9000, 1 << 20)), direct=draw.choice((1, 64, 1 << 20)), gap=draw.choice((0, 500))
+        window=draw.choice((100, 4500, 9000, 1 << 20)),
+        direct=draw.choice((1, 64, 1 << 20)),
+        gap=draw.choice((0, 500)),
+        threads=seed % 2 + draw.randint(1, 2),
+        threaded=0,
     )
-    threads = seed % 2 + draw.randint(1, 2)
     dims = draw.randint(1, 4)
     shape = tuple(draw.randint(1, {1: 20000, 2: 160, 3: 30, 4: 13}[dims]) for _ in range(dims))
     dtype = draw.choice(("U8", "BF16", "F32", "F64", "C128"))
@@ -176,7 +180,7 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds
 
     def load(rank: int, key: str) -> bool:
         with Checkpoint(storage, PATH) as checkpoint:
-            found = worlds.load(checkpoint, key, wanted, rank, how, sizes, threads)
+            found = worlds.load(checkpoint, key, wanted, rank, how, sizes)
         return found.tobytes() == expected[rank, key].tobytes()
 
     assert all(load(rank, key) for rank, key in expected)
@@ -193,6 +197,28 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds
                 noticed += 1
         files[name] = intact
     assert noticed or how == "unverified"
+
+
+@pytest.mark.parametrize("nbytes", [16, 72, 1000, 5000, 1 << 20])
+def test_tensors_are_read_whole_and_in_parts_through_memory_of_any_size(nbytes: int) -> None:
+    tensors = {
+        "rows": spec((40, 7), FSDP[3], 3),
+        "columns": spec((9, 31), mesh(2, cuts=(DimShard(0, 1),)), 2, "C128"),
+        "scalar": spec((), REPLICATED, 1, "BF16"),
+        "none": spec((0, 3), REPLICATED, 1),
+        "cube": spec((3, 4, 5), FSDP[2], 2, "U8"),
+    }
+    storage = saved(tensors, 3)
+    parts = {"cube": Box((0, 1, 2), (3, 3, 5)), "rows": Box((4, 0), (30, 7))}
+    wanted = [*(("model", key, None) for key in tensors), *(("model", key, box) for key, box in parts.items())]
+    found = [b""] * len(wanted)
+    with Checkpoint(storage, PATH) as checkpoint:
+        for number, data in read_windows(sharded_source(checkpoint), wanted, nbytes):
+            assert 0 < len(data) <= nbytes
+            found[number] += data
+    whole = {key: worlds.whole(key, tensor) for key, tensor in tensors.items()}
+    expected = [*whole.values(), *(whole[key][worlds.at(box)] for key, box in parts.items())]
+    assert found == [array.tobytes() for array in expected]
 
 
 def flipped(content: bytes, at: int, bit: int = 0) -> bytes:

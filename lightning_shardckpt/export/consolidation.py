@@ -1,0 +1,144 @@
+"""Conversion of a checkpoint to files that other programs read.
+
+By default, the output is one file for ``torch.load``, as of Lightning's
+``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors, and loads with
+``torch.load``'s defaults, so it contains no types that carry code. Other formats are safetensors files and directories
+for transformers and PEFT. Memory does not grow with the checkpoint, and no GPU, process group or user code is needed.
+Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
+from lightning_shardckpt.export.whole_files import Export, Format, Options, Split, is_replaceable, write
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
+from lightning_shardckpt.sources.open_source import open_source
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.storage.local_files import open_output
+from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
+from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.system.threads import drain_all
+
+_log = logging.getLogger(__name__)
+_SAFETENSORS = ".safetensors"
+
+
+def consolidate(
+    checkpoint_folder: str | os.PathLike[str],
+    output_file: str | os.PathLike[str] | None = None,
+    *,
+    format: Format | None = None,
+    split: Split | None = None,
+    size_per_shard: float | None = None,
+    optimizer: bool | None = None,
+    dtype: str | None = None,
+    key_mapping: KeyMappingLike | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Export a checkpoint for other programs.
+
+    The output appears when it is complete and durable; after an error, nothing is left of it. Waits for the
+    asynchronous saves of this process.
+
+    Args:
+        checkpoint_folder: a checkpoint of this package, which may be a URL, or of any other format that is read.
+        output_file: a path. By default, the folder's path with ``.consolidated`` appended, and then ``.safetensors``
+            for a safetensors file; for a checkpoint at a URL, in the current directory.
+        format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
+            optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
+            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only: the
+            adapter "default", and others in folders with their names, as PEFT's ``save_pretrained`` writes them. By
+            default "safetensors" if ``output_file`` ends in ``.safetensors``, else "torch".
+        split: of safetensors: "one_file" (the default), "one_file_per_tensor" or "chunks", several files with an index.
+            A model for transformers is in chunks, which are one file if all tensors fit.
+        size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
+        optimizer: include the optimizers; by default only for "torch". With safetensors, their state that is not
+            tensors is written to ``optimizer.json``.
+        dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
+        key_mapping: selects and renames tensors: a dict of whole names or regular expressions to new names (None
+            leaves a tensor out), or a function. A model of transformers keeps its names: there it only leaves tensors
+            out, and selects one of several models. See "Rename tensors" in the documentation.
+        overwrite: replace the output of an earlier call, atomically.
+        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
+
+    Returns:
+        The path of the file or directory.
+
+    Raises:
+        ValueError: if options contradict each other, names collide, an entry of ``key_mapping`` matches nothing, or the
+            output is inside a checkpoint, or at a URL.
+        CheckpointNotFoundError: if the folder is not a checkpoint; the message describes its content.
+        FileExistsError: if the output exists.
+        CorruptionError: naming file, tensor and rank of corrupted data.
+    """
+    chosen = format or ("safetensors" if output_file is not None and _suffix(output_file) == _SAFETENSORS else "torch")
+    options = Options(chosen, split, size_per_shard, optimizer, dtype, KeyMapping.of(key_mapping))
+    source = file_path(checkpoint_folder).rstrip("/")
+    if output_file is None:
+        name = Path(source.rpartition("/")[2] if is_url(source) else os.path.abspath(source))
+        suffix = _SAFETENSORS if options.is_file and options.format == "safetensors" else ""
+        output_file = name.with_name(f"{name.name}.consolidated{suffix}")
+    output = file_path(output_file)
+    check_local(output)
+    drain_all()
+    stored, _ = open_source(source, StorageRouter(storage_options=storage_options), for_export=True)
+    with closing(stored):
+        _check_output(output, options, overwrite)
+        export = _plan(stored, options)
+        opened = open_output(
+            output,
+            is_file=options.is_file,
+            replaceable=lambda path: overwrite and (options.is_file or is_replaceable(path)),
+        )
+        with progress(export.nbytes) as advance, opened as (create, notes):
+            write(stored, export, create, advance)
+    for note in (*export.notes, *notes):
+        _log.warning(note)
+    return Path(output)
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return os.path.splitext(os.fspath(path))[1]
+
+
+def _check_output(output: str, options: Options, overwrite: bool) -> None:
+    """Check that ``output`` is free or may be replaced, and not inside a checkpoint."""
+    if os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
+        raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise FileExistsError(
+            "The path for the converted checkpoint already exists. Choose a different path by providing"
+            f" `--output_file` or move/delete the file first: {output}"
+        )
+    is_directory = os.path.isdir(output) and not os.path.islink(output)
+    if options.is_file == is_directory or (is_directory and not is_replaceable(output)):
+        expected = "a file" if options.is_file else "a directory of an earlier export"
+        raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
+
+
+def _plan(stored: Source, options: Options) -> Export:
+    if options.format == "peft":
+        return plan_adapters(stored)
+    if options.format != "torch":
+        export = plan_safetensors(stored, options)
+    else:
+        from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
+
+        export = plan_torch(stored, options)
+    if frozen := stored.document("frozen"):
+        export.notes.append(
+            f"{stored.path} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "
+            "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
+        )
+    return export
