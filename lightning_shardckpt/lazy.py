@@ -1,16 +1,14 @@
 """Lazy access to checkpoints: list their contents and read parts, without a process group.
 
 Names and shapes are available without torch. Tensors of the model have their own names; the names of others begin with
-``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``. The same holds for values in documents (see
-``state.documents``); the names of values of a single rank begin with ``rank/<rank>/``.
+``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,6 @@ from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.documents import ValueInfo, entries_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
 
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_SUGGESTIONS = 3
-_ROLES = ("model", "optimizer", "trainer", "frozen", "peft", "huggingface")
-_RANK = re.compile(r"trainer-state-dist-(\d{5,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,6 @@ class Metadata:
     Attributes:
         tensors: the tensors by name, the model's first; each name of a tied tensor has an entry.
         step, epoch, world_size, topology, software: information for people; None for checkpoints of other programs.
-        values: the values in documents (numbers, texts, small tensors, …) by name; None unless requested.
     """
 
     tensors: dict[str, TensorInfo]
@@ -56,22 +50,19 @@ class Metadata:
     world_size: int | None = None
     topology: Mapping[str, int] | None = None
     software: Mapping[str, str] | None = None
-    values: dict[str, ValueInfo] | None = None
 
 
 def metadata(
     path: str | os.PathLike[str],
     *,
-    values: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Metadata:
-    """Return the description of a checkpoint. Reads its root index and, with ``values``, its documents; no torch.
+    """Return the description of a checkpoint. Reads its root index; no torch.
 
     Args:
         path: a checkpoint of this package, or its URL; or a checkpoint of torch.distributed.checkpoint, a Hugging Face
             directory, a safetensors file or a file of ``torch.save``, which need torch and have no checksums.
-        values: list the values in documents, too (see ``Metadata.values``).
         storage_options: options for URLs; see ``ShardCkptIO``.
         pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
@@ -81,10 +72,9 @@ def metadata(
     with open(path, storage_options=storage_options, pre_download=pre_download) as opened:
         root = opened.source.root
         tensors = {name: TensorInfo(lazy.dtype, lazy.shape, lazy.nbytes) for name, lazy in opened.items()}
-        found = {name: ValueInfo.of(value) for name, value in opened.entries().items()} if values else None
         if root is None:
-            return Metadata(tensors, values=found)
-        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software, found)
+            return Metadata(tensors)
+        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
 
 def load_keys(
@@ -94,18 +84,18 @@ def load_keys(
     verify: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
-) -> Iterator[tuple[str, Any]]:
-    """Yield whole tensors and values by name, in the order of ``keys``. No other tensor is read.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors by name, in the order of ``keys``. Nothing else is read.
 
     Args:
         path: the checkpoint; see ``metadata``.
-        keys: names from the ``tensors`` and ``values`` of its metadata; repetitions are allowed.
+        keys: names from the ``tensors`` of its metadata; repetitions are allowed.
         verify: compare checksums, if the format has them.
         storage_options: options for URLs; see ``ShardCkptIO``.
         pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Yields:
-        (name, value); a tensor is on the CPU and owned by the caller.
+        (name, tensor), which is on the CPU and owned by the caller.
 
     Raises:
         KeyError: listing all missing names with similar existing ones, before anything is read.
@@ -115,13 +105,10 @@ def load_keys(
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     names = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as opened:
-        others = [name for name in dict.fromkeys(names) if name not in opened]
-        entries = opened.entries(others)
-        missing = [_describe_missing(name, [*opened, *entries]) for name in others if name not in entries]
-        if missing:
+        if missing := [_describe_missing(name, opened) for name in dict.fromkeys(names) if name not in opened]:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
         for name in names:
-            yield name, opened[name][...] if name in opened else _decoded(entries[name])
+            yield name, opened[name][...]
 
 
 def open(
@@ -227,22 +214,6 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
                 # on a collision, the model's name wins
                 self._tensors.setdefault(prefix + name, LazyTensor(prefix + name, *about, source, component, key))
 
-    def entries(self, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the values of documents by name, as tagged JSON, except under names of tensors.
-
-        With ``names``, documents are read until all of these are found.
-        """
-        documents = self.source.root.documents if self.source.root is not None else ()
-        ranks = sorted(int(match[1]) for name in documents if (match := _RANK.fullmatch(name)))
-        entries: dict[str, Any] = {}
-        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in ranks)]:
-            if names is not None and entries.keys() >= set(names):
-                break
-            for name, value in entries_of(role, _document(self.source, role, rank), rank).items():
-                if name not in self:
-                    entries.setdefault(name, value)
-        return entries
-
     def close(self) -> None:
         """Close all files."""
         self.source.close()
@@ -266,21 +237,6 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def _decoded(value: Any) -> Any:
-    from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
-
-    return decode_small(value)
-
-
-def _document(source: Source, role: str, rank: int) -> Any:
-    if source.root is not None or role != "trainer":
-        return source.document(role, rank)
-    from lightning_shardckpt.state.json_tree import Encoder, refuse_tensor  # other formats have imported torch
-
-    # whose trainer's state has no separate tensors
-    return Encoder(droppable=("",), inline_bytes=None).encode(source.trainer(refuse_tensor))
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.layout import Box, Shape
+from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
 from lightning_shardckpt.state.peft import ROOT
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -201,25 +200,6 @@ def stored_keys(value: Any) -> Iterator[Any]:
 # Every leaf of a document has a name, as tensors in files have: ``optimizer/0/head.weight/step``,
 # ``optimizer/0/param_groups/1/lr``, ``trainer/callbacks/EarlyStopping/wait_count``, ``rank/3/rng/torch``; values of
 # modules have their own names. A list or tuple of plain values, such as betas, is one leaf. Nothing is decoded.
-
-
-@dataclass(frozen=True, slots=True)
-class ValueInfo:
-    """The type of a stored value ("tensor", "int", "str", …), and the dtype and shape of a tensor or array."""
-
-    kind: str
-    dtype: str | None = None
-    shape: Shape | None = None
-
-    @classmethod
-    def of(cls, value: Any) -> ValueInfo:
-        """Return the type of a value of tagged JSON."""
-        tag = value.get(TAG) if isinstance(value, dict) else None
-        if tag not in ("tensor", "numpy"):
-            return cls(str(tag) if tag is not None else "none" if value is None else type(value).__name__)
-        shape = value.get("shape")
-        lengths = tuple(n for n in shape if type(n) is int) if isinstance(shape, list) else ()
-        return cls("tensor" if tag == "tensor" else "ndarray", str(value.get("dtype")), lengths)
 
 
 def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint, metadata
+from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
@@ -87,7 +87,6 @@ def test_functions_and_tools_read_none_unless_they_are_told_to(
     assert load(path, weights_only=False)["added"] == [ADDED]
     with pytest.raises(StateError, match="weights_only=False"):
         load(path)
-    assert (metadata(path, values=True).values or {})["trainer/added/0"].kind == "pickle"
     assert verify(path).findings == ()
     file = consolidate(path, tmp_path / "file.ckpt")
     assert "added/0: left out, <not read from the checkpoint: tests.support.boring.Encoder" in caplog.text
