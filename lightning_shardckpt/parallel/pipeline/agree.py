@@ -92,7 +92,7 @@ def agree_on_numbers(
 
 
 def agree_on_report(
-    name: str, work: Callable[[], tuple[PickledReport | None, int]], source: int, group: dist.ProcessGroup
+    name: str, work: Callable[[], tuple[Any, int]], source: int, group: dist.ProcessGroup
 ) -> tuple[Any, list[int]]:
     """Call ``work`` on every rank, and return the report of rank ``source`` of ``group`` and the number of each rank.
 
@@ -101,15 +101,22 @@ def agree_on_report(
     own = list[Tensor]()
 
     def encode() -> Tensor:
-        """Return the number; on the rank with the report, also its size, and its bytes if it is small."""
+        """Return the number; on the source also the size of its report, and the pickled bytes if they are few."""
         report, number = work()
         row = torch.zeros(2 + _INLINE, dtype=torch.int64)
         row[0] = number
-        if report is not None:
-            own.append(report[0])
-            row[1] = size = report[0].numel()
+        if group.rank() == source:
+            try:
+                content, _ = pickle_to_tensors(report)
+            except Exception as error:
+                raise UnsupportedCodeError(
+                    "a pipelined step sends its output, its logged values and changed attributes to the other pipeline "
+                    f"stages, and one of them cannot be pickled: {error}"
+                ) from error
+            own.append(content)
+            row[1] = size = content.numel()
             if size <= _INLINE * row.itemsize:
-                row[2:].view(torch.uint8)[:size] = report[0]
+                row[2:].view(torch.uint8)[:size] = content
         return row
 
     table = agree_on_numbers(name, encode, 2 + _INLINE, group)
@@ -118,25 +125,6 @@ def agree_on_report(
         content = own[0] if own else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(content, group=group, group_src=source)
     return unpickle_tensor(content), table[:, 0].tolist()
-
-
-PickledReport = tuple[Tensor, Tensor]
-"""The pickled bytes of a report, and their number."""
-
-
-def pickle_report(value: Any, group: dist.ProcessGroup) -> PickledReport:
-    """Return ``value`` pickled for `agree_on_report`. No communication.
-
-    Raises:
-        UnsupportedCodeError: if it cannot be pickled.
-    """
-    try:
-        return pickle_to_tensors(value)
-    except Exception as error:
-        raise UnsupportedCodeError(
-            "a pipelined step sends its output, its logged values and changed attributes to the other pipeline stages, "
-            f"and one of them cannot be pickled: {error}"
-        ) from error
 
 
 # ── values in reports ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,38 +23,14 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
-from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep
+from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.sharding.fqn import is_inside
-from lightning_shardckpt.system.random_generators import rng_checksum
+from lightning_shardckpt.system.random_generators import rng_checksum, seed_rng
 
 _SLICES = 2  # a slice of the samples, and a part of it
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4  # the second is that of TF32
 _UNIT = 1e6  # ranks exchange numbers as integers, in millionths
-
-
-@dataclass(slots=True)
-class _TrialStep:
-    """A step that runs on slices of its batch without effects; records if it draws random numbers."""
-
-    step: UserStep
-    name: str
-    batch: Any
-    train: bool = False
-    drew: bool = False
-
-    def run(self, batch: Any, share: float | None) -> Any:
-        before = rng_checksum()
-        try:
-            return self.step.run(batch, None)
-        finally:
-            self.drew = self.drew or rng_checksum() != before
-
-    def loss(self, output: Any) -> Tensor | None:
-        return self.step.loss(output)
-
-    def report(self, outputs: list[tuple[Any, float]]) -> Any:
-        return self.step.report(outputs)
 
 
 class MicrobatchState:
@@ -136,9 +112,7 @@ class MicrobatchCheck:
         Raises:
             Exception: an error of the step on a slice of the batch.
         """
-        step = _TrialStep(state.step, state.step.name, state.step.batch)
-        trial = replace(state, step=step, batches=[], sizes=[1] * _SLICES, scale=None, whole_steps=False)
-        trial.forwards = {}
+        trial = replace(state, batches=[], sizes=[1] * _SLICES, scale=None, whole_steps=False, forwards={})
         precision, bounds = _Precision(), (0, 0, 0)
         snapshot = ModuleSnapshot(self._own if failure is None else {})  # after a failure no layer runs
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
@@ -150,13 +124,15 @@ class MicrobatchCheck:
                 self._stages.run(trial, _SLICES, "forward", failure=failure)
             finally:
                 snapshot.restore()
-        difference = 0.0
-        if trial.forwards:
+        after, difference = rng_checksum(), 0.0
+        seed_rng(state.seed + _SLICES - 1)  # from which the last run began
+        drew = after != rng_checksum()
+        if (self._last, 0) in trial.forwards:
             every, part = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
             if len(every) == len(part):  # else their number depends on values, which `Results` refuses
                 pairs = zip(every, part, strict=True)
                 difference = max((self._distance(a, b, *bounds) for a, b in pairs), default=0.0)
-        return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
+        return int(drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
 
     @staticmethod
     def differs(rows: Sequence[Sequence[int]]) -> bool:

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.distributed.host_numbers import HostCopy, host_group, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
-from lightning_shardckpt.parallel.pipeline.agree import (
-    PickledReport,
-    agree_on_numbers,
-    agree_on_report,
-    pickle_report,
-    refuse_after_interrupt,
-)
+from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers, agree_on_report, refuse_after_interrupt
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import MicrobatchCheck, MicrobatchState
@@ -119,7 +113,7 @@ class PipelineRunner:
         state = StepState(step, seed, scale, whole_steps, [None] * count, [])
         early, failure = step.train and self.backward_early, None
 
-        def work() -> tuple[PickledReport | None, int]:
+        def work() -> tuple[Any, int]:
             before = self._changing.buffer_marks()
             with self._gathering():
                 self._stages.run(state, count, "step" if early else "forward", failure=failure)
@@ -130,8 +124,7 @@ class PipelineRunner:
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
                 self.absent.check_hooks()
-                checksum = 0 if digest is None else int(digest.read())
-                return pickle_report(report, self._group) if self.has_last_stage else None, checksum
+                return report, 0 if digest is None else int(digest.read())
 
         source = self._schedule.rank_of(self._last)
         with preserve_rng():  # each run starts from a seed of its own

@@ -19,13 +19,9 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
-from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.system.random_generators import seed_rng
-
-_Key = tuple[int, int]
-"""A stage and a microbatch."""
 
 
 class UserStep(Protocol):
@@ -53,15 +49,6 @@ class UserStep(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class StashedForward:
-    """The values that one stage's forward on one microbatch keeps for its backward; as in `StageRun`."""
-
-    entries: dict[int, GraphEntry | None]
-    outputs: list[Tensor]
-    positions: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
 class StepState:
     """The state of the running step.
@@ -74,7 +61,7 @@ class StepState:
         sizes: the number of samples of each.
         draws: True if the step draws random numbers before its layers.
         positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
-        forwards: by stage and microbatch.
+        forwards: the runs whose entries and outputs a backward needs, by stage and microbatch.
         outputs: the outputs of whole runs of the step, with their shares of the samples.
         results: of the layers, for the rest of the step.
         gradients: of the results, per microbatch.
@@ -88,7 +75,7 @@ class StepState:
     sizes: list[int]
     draws: bool = False
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    forwards: dict[_Key, StashedForward] = field(default_factory=dict)
+    forwards: dict[tuple[int, int], StageRun] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None
     results: Results | None = None
@@ -179,7 +166,6 @@ class StageRunner:
         seed_rng(state.seed + microbatch)
         with state.running(microbatch):
             self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
-        outputs = run.outputs
         if whole:
             loss = state.step.loss(run.returned)
             if loss is None:
@@ -187,10 +173,10 @@ class StageRunner:
                     f'{state.step.name} returned no loss for a microbatch; use Pipeline(loss="batch") to skip a batch'
                 )
             state.outputs.append((run.returned, share))
-            outputs = [loss]
+            run.outputs = [loss]
         if state.step.train or stage == self._last:
-            state.forwards[stage, microbatch] = StashedForward(run.entries, outputs, run.positions)
-        tensors = zip(positions, outputs, strict=False)
+            state.forwards[stage, microbatch] = run
+        tensors = zip(positions, run.outputs, strict=False)
         return Message({position: (t, t.requires_grad) for position, t in tensors}, run.checks)
 
     def _backward(self, state: StepState, op: Op) -> Message:
