@@ -8,6 +8,7 @@ one spec object, and their text is built once; entries of ranks with equal field
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,26 +36,20 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
+MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
+COMPONENTS = ("model", "optimizer", "trainer")
+
+
+# ── names of files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
 ROOT_NAME = "checkpoint.index.json"
 EXPORT_FOLDER = "huggingface"
 """A folder with an export of the model, which is no part of the checkpoint but goes with it."""
-MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
-
-
+HEAD_BYTES = 4096  # of a root index; its prefix is within them
+PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
 _PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*")
-
-
-class FileInfo(NamedTuple):
-    """Base name, size and xxh3-64 of a file, a list in JSON; a shard file's checksum covers only its header."""
-
-    name: str
-    nbytes: int
-    checksum: str
-
-
-def parse_file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
-    """Return the FileInfo of values from JSON. Raises FormatError if one is invalid."""
-    return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))
+_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:
@@ -80,29 +75,20 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-HEAD_BYTES = 4096  # of a root index; its prefix is within them
-_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
-PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
+def is_export(name: str) -> bool:
+    """Return True if an object of a checkpoint is of its export, which must not outlive its root index."""
+    return name.startswith(f"{EXPORT_FOLDER}/")
 
 
 def is_ours(name: str) -> bool:
     """Return True if a file or object of a checkpoint has a name that a save gives. Nothing else is deleted.
 
-    >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
+    >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("huggingface/x.json")
     (True, True, True)
     >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
     (False, False)
-    >>> is_ours("huggingface/config.json")
-    True
     """
-    is_file = PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
-    return is_file or is_export(name)
-
-
-def is_export(name: str) -> bool:
-    """Return True if an object of a checkpoint is of its export, which must not outlive its root index."""
-    return name.startswith(f"{EXPORT_FOLDER}/")
+    return bool(PREFIXED_NAME.fullmatch(name)) or is_part(name) or name in _EXPORT_DOCUMENTS or is_export(name)
 
 
 def read_prefix(root: bytes) -> str | None:
@@ -116,12 +102,19 @@ def read_prefix(root: bytes) -> str | None:
 
 
 def prefix_of(save_id: str) -> str:
-    """Return the prefix of the names of a save's files, which no other save uses.
-
-    >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
-    '5afe5afe5afe5afe-'
-    """
+    """Return the prefix of the names of a save's files, which no other save uses."""
     return save_id[:16] + "-"
+
+
+# ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FileInfo(NamedTuple):
+    """Base name, size and xxh3-64 of a file, a list in JSON; a shard file's checksum covers only its header."""
+
+    name: str
+    nbytes: int
+    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,44 +191,44 @@ class RootIndex:
     prefix: str = ""
 
 
-# ── indexes of ranks as JSON ──────────────────────────────────────────────────────────────────────────────────────────
+# ── values as JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
+# Named tuples are lists in JSON. An error of Python in a function that decodes becomes a FormatError in `decode_index`.
 
 
+def _row(values: Any, *checks: Callable[[Any], Any]) -> list[Any]:
+    """Return the values of a list after one check each."""
+    return [check(value) for check, value in zip(checks, values, strict=True)]
+
+
+def _file_info(*values: Any) -> FileInfo:
+    return FileInfo(*_row(values, check_file_name, check_size, check_digest))
+
+
+def _head(save_id: str) -> dict[str, Any]:
+    return {"format": FORMAT, "version": VERSION, "save_id": save_id}
+
+
+# ── indexes of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+_FIELDS = ("offsets", "lengths", "global_shape", "dtype", "file", "rank", "begin", "block", "checksums")
 _Extent = tuple[Box, Shape, str, str, int, int]
 _extent_of = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
 
 def rank_index_to_json(index: RankIndex) -> bytes:
     """Return the bytes of a rank index. Raises FormatError if it is too large for a reader."""
-    head: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": index.save_id,
-        "component": index.component,
-        "rank": index.rank,
-        "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
-        "metadata": {},
-    }
+    metadata: dict[str, Any] = {}
     for name, entries in index.shards.items():
-        first, *more = [_entry_to_json(entry, index.rank) for entry in entries]
-        head["metadata"][name] = {**first, "more": more} if more else first
-    text = compact(head).encode()
+        items = []
+        for box, shape, dtype, file, begin, block, _, sums in entries:
+            values = box.start, box.shape, shape, dtype, file, index.rank, begin, block, sums
+            items.append(dict(zip(_FIELDS, values, strict=True)))
+        metadata[name] = {**items[0], "more": items[1:]} if len(items) > 1 else items[0]
+    files = {info.name: info[1:] for info in index.files.values()}
+    value = {"component": index.component, "rank": index.rank, "files": files, "metadata": metadata}
+    text = compact(_head(index.save_id) | value).encode()
     check_json_size(text, "an index")
     return text
-
-
-def _entry_to_json(entry: ShardEntry, rank: int) -> dict[str, Any]:
-    return {
-        "offsets": entry.box.start,
-        "lengths": entry.box.shape,
-        "global_shape": entry.global_shape,
-        "dtype": entry.dtype,
-        "file": entry.file,
-        "rank": rank,
-        "begin": entry.begin,
-        "block": entry.block,
-        "checksums": entry.checksums,
-    }
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
@@ -248,7 +241,7 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
-    files = {name: parse_file_info(name, *info) for name, info in value["files"].items()}
+    files = {name: _file_info(name, *info) for name, info in value["files"].items()}
     left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[str, _Extent] = {}
@@ -257,13 +250,12 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
         if "more" in first:
             entries += tuple([_entry(item, extents) for item in first["more"]])
         for entry in entries:
-            file, nbytes = entry.file, entry.nbytes
-            end, rest = entry.begin + nbytes, left[file] - nbytes
-            if end > files[file].nbytes:
-                raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {files[file].nbytes}")
-            if rest < 0:
-                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
-            left[file] = rest
+            file, end = files[entry.file], entry.begin + entry.nbytes
+            left[entry.file] -= entry.nbytes
+            if end > file.nbytes:
+                raise FormatError(f"{shown(key)} ends at byte {end} of {entry.file}, which has {file.nbytes}")
+            if left[entry.file] < 0:
+                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {entry.file}")
         shards[check_text(key)] = entries
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
@@ -294,7 +286,6 @@ def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any
 
 # ── the root index ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 
@@ -312,24 +303,23 @@ def root_to_json(root: RootIndex) -> bytes:
             if id(spec) not in specs:
                 number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
                 specs[id(spec)] = [spec.dtype, spec.shape, number] + ([1] if spec.pinned else [])
-        components[name] = {
-            "tensors": {key: specs[id(spec)] for key, spec in component.tensors.items()},
-            "aliases": component.aliases,
-            "indexes": {str(rank): info for rank, info in component.indexes.items()},
-        }
+        tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
+        components[name] = {"tensors": tensors, "aliases": component.aliases, "indexes": component.indexes}
     value = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": root.save_id,
+        **_head(root.save_id),
         "step": root.step,
         "epoch": root.epoch,
         "world_size": root.world_size,
         "topology": root.topology,
         "software": root.software,
         **({"prefix": root.prefix} if root.prefix else {}),
-        "layouts": [_layout_to_json(layout, holders) for layout, holders in layouts],
+        "layouts": [
+            {"axes": layout.axes, "cuts": layout.cuts, "holders": holders}
+            | ({} if layout.order is None else {"order": layout.order})
+            for layout, holders in layouts
+        ],
         "components": components,
-        "documents": {f.name: [f.nbytes, f.checksum] for f in root.documents.values()},
+        "documents": {info.name: info[1:] for info in root.documents.values()},
     }
     body = compact(value)[1:].encode()
     check_json_size(body, "the root index")
@@ -353,84 +343,60 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
     return decode_index(parse_json(text, where), where, _root)
 
 
-def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "axes": [[a.name, a.size, a.stride] for a in layout.axes],
-        "cuts": [[c.axis, c.dim, c.blocks] for c in layout.cuts],
-        "holders": [list(h) for h in holders],
-    }
-    return out if layout.order is None else {**out, "order": list(layout.order)}
-
-
 def _root(value: dict[str, Any]) -> RootIndex:
-    world = check_size(value["world_size"])
+    world, save_id = check_size(value["world_size"]), check_save_id(value["save_id"])
     if not 1 <= world <= MAX_RANKS:
         raise FormatError(f"a world of {world} ranks, expected 1 to {MAX_RANKS}")
+    if (prefix := value.get("prefix", "")) not in ("", prefix_of(save_id)):
+        raise FormatError(f"prefix {shown(prefix)}, expected none or the first 16 digits of the save id and a hyphen")
+    if unknown := value["components"].keys() - {*COMPONENTS}:
+        raise FormatError(f"unknown component {shown(min(unknown))}")
     layouts = [_layout(item, world) for item in value["layouts"]]
-    components = {}
-    for name, item in value["components"].items():
-        if name not in COMPONENTS:
-            raise FormatError(f"unknown component {shown(name)}")
-        components[name] = _component(item, layouts, world)
-    documents = {name: parse_file_info(name, n, c) for name, (n, c) in value["documents"].items()}
     return RootIndex(
-        save_id=check_save_id(value["save_id"]),
+        save_id=save_id,
         world_size=world,
-        components=components,
-        documents=documents,
+        components={name: _component(item, layouts, world) for name, item in value["components"].items()},
+        documents={name: _file_info(name, *info) for name, info in value["documents"].items()},
         step=None if value["step"] is None else check_size(value["step"]),
         epoch=None if value["epoch"] is None else check_size(value["epoch"]),
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
-        prefix=_prefix(value.get("prefix", ""), value["save_id"]),
+        prefix=prefix,
     )
 
 
-def _prefix(value: Any, save_id: str) -> str:
-    if value not in ("", f"{save_id[:16]}-"):
-        raise FormatError(f"prefix {shown(value)}, expected none or the first 16 digits of the save id and a hyphen")
-    return str(value)
-
-
-def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
-    specs: dict[str, TensorSpec] = {}  # equal tensors share one spec object, so that its checks run once
-    tensors = {check_text(key): _shared_spec(spec, layouts, specs) for key, spec in item["tensors"].items()}
-    aliases = {check_text(alias): check_text(target) for alias, target in item["aliases"].items()}
-    for alias, target in aliases.items():
-        if target not in tensors or alias in tensors:
-            raise FormatError(f"alias {shown(alias)} of {shown(target)}, which is not a stored tensor of its own")
-    indexes = {}
-    for rank, (name, nbytes, sums) in item["indexes"].items():
-        number = int(rank)
-        if str(number) != rank or not 0 <= number < world:
-            raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
-        indexes[number] = parse_file_info(name, nbytes, sums)
-    return Component(tensors, aliases, indexes)
-
-
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
-    axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
-    cuts = tuple(DimShard(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
+    axes = tuple(Axis(*_row(axis, check_text, check_size, check_size)) for axis in item["axes"])
+    cuts = tuple(DimShard(*_row(cut, check_size, check_size, check_size)) for cut in item["cuts"])
     holders = tuple((check_size(a), check_size(b)) for a, b in item["holders"])
     edges = [0, *(edge for pair in holders for edge in pair), world]
     if not holders or edges != sorted(edges) or any(a == b for a, b in holders):
         raise FormatError(f"holders {shown(holders)} in a world of {world}")
-    order = tuple(check_size(r) for r in item["order"]) if "order" in item else None
-    return Layout(axes, cuts, order), holders
+    return Layout(axes, cuts, tuple(map(check_size, item["order"])) if "order" in item else None), holders
 
 
-def _shared_spec(item: Any, layouts: list[tuple[Layout, Holders]], specs: dict[str, TensorSpec]) -> TensorSpec:
-    text = repr(item)  # in which 1, 1.0 and true differ
-    if text not in specs:
-        specs[text] = _spec(item, layouts)
-    return specs[text]
+def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
+    specs, tensors = dict[str, TensorSpec](), dict[str, TensorSpec]()  # equal tensors share one spec, checked once
+    for key, values in item["tensors"].items():
+        text = repr(values)  # in which 1, 1.0 and true differ
+        if text not in specs:
+            specs[text] = _spec(layouts, *values)
+        tensors[check_text(key)] = specs[text]
+    aliases = {check_text(alias): check_text(target) for alias, target in item["aliases"].items()}
+    for alias, target in aliases.items():
+        if target not in tensors or alias in tensors:
+            raise FormatError(f"alias {shown(alias)} of {shown(target)}, which is not a stored tensor of its own")
+    indexes = {int(rank): _file_info(*info) for rank, info in item["indexes"].items()}
+    if [*map(str, indexes)] != [*item["indexes"]] or any(not 0 <= rank < world for rank in indexes):
+        raise FormatError(f"indexes of ranks {shown([*item['indexes']])} in a world of {world}")
+    return Component(tensors, aliases, indexes)
 
 
-def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
-    dtype, shape, (layout, holders) = check_dtype(item[0]), check_shape(item[1]), layouts[check_size(item[2])]
-    if len(item) > 3 and item[3:] != [1]:
-        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, expected nothing or a 1")
+def _spec(layouts: list[tuple[Layout, Holders]], dtype: Any, size: Any, number: Any, *pinned: Any) -> TensorSpec:
+    shape, (layout, holders) = check_shape(size), layouts[check_size(number)]
+    if pinned not in ((), (1,)):
+        raise FormatError(f"{shown(pinned)} after dtype, shape and layout, expected nothing or a 1")
     if any(cut.dim >= len(shape) for cut in layout.cuts):
         raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
-    bytes_in(shape, dtype)
-    return TensorSpec(dtype, shape, layout, holders, len(item) > 3)
+    bytes_in(shape, check_dtype(dtype))
+    return TensorSpec(dtype, shape, layout, holders, bool(pinned))

@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 from operator import add, gt, lt, sub
+from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 
@@ -121,8 +122,7 @@ MAX_BLOCKS = 1 << 16  # of a layout: the maximum number of parts of a shard
 _MAX_AXES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """A mesh axis, on which rank r has the coordinate ``(position(r) // stride) % size``."""
 
     name: str
@@ -130,8 +130,7 @@ class Axis:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class DimShard:
+class DimShard(NamedTuple):
     """The sharding of a tensor dim over a mesh axis as in ``torch.chunk``: parts of ceil size, the last short or empty.
 
     With ``blocks`` > 1 the dim is first divided into that many blocks, and a rank holds its part of every block, one
@@ -221,11 +220,11 @@ class Part:
 
     box: Box
     at: Shape
-    local: Box = field(init=False, repr=False, compare=False)
-    """The box in the coordinates of the local tensor."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "local", self.box.within(self.box).shift(self.at))
+    @property
+    def local(self) -> Box:
+        """The box in the coordinates of the local tensor."""
+        return self.box.within(self.box).shift(self.at)
 
 
 _Segment = tuple[int, int]
@@ -255,17 +254,7 @@ def _blocks(segments: list[_Segment], count: int) -> list[list[_Segment]]:
 
 def _cut(segments: list[_Segment], blocks: int, parts: int, index: int) -> list[_Segment]:
     """Return part ``index`` of ``parts`` of every block."""
-    return _merge_adjacent([s for block in _blocks(segments, blocks) for s in _chunk(block, parts, index)])
-
-
-def _merge_adjacent(segments: list[_Segment]) -> list[_Segment]:
-    out: list[_Segment] = []
-    for a, b in segments:
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return out
+    return [*join_holders(s for block in _blocks(segments, blocks) for s in _chunk(block, parts, index))]
 
 
 @lru_cache(maxsize=65536)
@@ -392,7 +381,7 @@ def as_holders(ranks: list[int]) -> Holders:
     >>> as_holders([0, 1, 2, 6])
     ((0, 3), (6, 7))
     """
-    return tuple(_merge_adjacent([(r, r + 1) for r in ranks]))
+    return join_holders((rank, rank + 1) for rank in ranks)
 
 
 def join_holders(ranges: Iterable[tuple[int, int]]) -> Holders:

@@ -37,17 +37,20 @@ LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 
 
-NamedTensor: TypeAlias = tuple[str, str, Shape]
-"""Name, dtype and shape of a tensor in a header. The dtype must be one of safetensors."""
+# ── write ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def build_header(
-    tensors: Iterable[NamedTensor], metadata: Mapping[str, str], *, alignment: int, metadata_first: bool = True
+    tensors: Iterable[tuple[str, str, Shape]],
+    metadata: Mapping[str, str],
+    *,
+    alignment: int,
+    metadata_first: bool = True,
 ) -> tuple[bytes, tuple[int, ...]]:
     """Build the header of a file in which the tensors follow one another without gaps.
 
     Args:
-        tensors: the tensors in the order of the file.
+        tensors: name, dtype and shape of the tensors, in the order of the file; dtypes are those of safetensors.
         metadata: strings for ``__metadata__``.
         alignment: the header is padded so that the first tensor begins at a multiple of this many bytes.
         metadata_first: put the metadata before the tensors, not after them.
@@ -62,21 +65,73 @@ def build_header(
     names = [check_text(name) for name, _, _ in tensors]
     if _METADATA in names:
         raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
-    descriptions: dict[tuple[str, Shape], tuple[str, int]] = {}  # shared by tensors of equal dtype and shape
     items, offsets, offset = [], [], 0
     for (_, dtype, shape), name in zip(tensors, to_json_texts(names), strict=True):
-        if (dtype, shape) not in descriptions:
-            text = compact({"dtype": dtype, "shape": shape})[1:-1]
-            descriptions[dtype, shape] = text, bytes_in(shape, dtype)
-        description, nbytes = descriptions[dtype, shape]
-        items.append(f'{name}:{{{description},"data_offsets":[{offset},{offset + nbytes}]}}')
+        end, lengths = offset + bytes_in(shape, dtype), ",".join(map(str, shape))
+        items.append(f'{name}:{{"dtype":"{dtype}","shape":[{lengths}],"data_offsets":[{offset},{end}]}}')
         offsets.append(offset)
-        offset += nbytes
+        offset = end
     items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{compact(dict(metadata))}')
     header = f"{{{','.join(items)}}}".encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % alignment)
     start = len(header).to_bytes(LENGTH_BYTES, "little") + header
     return start, tuple([len(start) + offset for offset in offsets])
+
+
+_SAVE_ID, SHARDING_INFO = "save_id", "DCP_SHARDING_INFO"
+_NO_ID = "0" * SAVE_ID_LENGTH
+_ALIGNMENT = 8
+
+HeaderEntry: TypeAlias = tuple[str, str, Shape, Shape]
+"""A box in a shard file: the tensor's key and dtype, and the shape and the start of the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """The header of a shard file with a gap for the save id, and the offset of each entry's data in the file."""
+
+    _before_id: bytes
+    _after_id: bytes
+    begins: tuple[int, ...]
+
+    def of(self, save_id: str) -> bytes:
+        """Return the bytes of the header for one save."""
+        return self._before_id + save_id.encode() + self._after_id
+
+
+def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
+    """Return the header of a shard file in which the entries' data follow one another without gaps.
+
+    Raises:
+        FormatError: if a header cannot hold a name, or is longer than a reader accepts.
+    """
+    items = []
+    for (_, dtype, _, start), name in zip(entries, to_json_texts([key for key, *_ in entries]), strict=True):
+        offsets = (*start, 0) if dtype == "C128" else start
+        items.append(f'{name}: {{"saved_offsets": [{", ".join(map(str, offsets))}]}}')
+    tensors = [(key, *to_header_type(dtype, shape)) for key, dtype, shape, _ in entries]
+    metadata = {"format": "pt", SHARDING_INFO: f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
+    header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
+    nbytes = len(header) - LENGTH_BYTES
+    if nbytes > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"a shard file of {len(entries)} tensors needs a header of {nbytes} bytes, more than "
+            f"{MAX_HEADER_BYTES}; use a smaller size_per_shard"
+        )
+    before, after = header.rsplit(_NO_ID.encode(), 1)  # only brackets and spaces follow it
+    return ShardHeader(before, after, begins)
+
+
+def to_header_type(dtype: str, shape: Shape) -> tuple[str, Shape]:
+    """Return the dtype and shape that a header has; C128, which safetensors lacks, is stored as pairs of F64.
+
+    >>> to_header_type("BF16", (2,)), to_header_type("C128", (2,))
+    (('BF16', (2,)), ('F64', (2, 2)))
+    """
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
+
+
+# ── read ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int) -> bytes:
@@ -130,14 +185,9 @@ def parse_header(start: bytes, where: str) -> Header:
     metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
         raise FormatError(f"{where}: the header, or its {_METADATA}, is not a JSON object")
-    return Header(_tensors(header, len(start), where), metadata)
-
-
-def _tensors(header: dict[str, Any], data: int, where: str) -> dict[str, HeaderTensor]:
-    """Return the tensors of a file whose data begins at offset ``data``."""
     try:
-        tensors = {check_text(key): _tensor(value, data) for key, value in header.items()}
-        position = data
+        tensors = {check_text(key): _tensor(value, len(start)) for key, value in header.items()}
+        position = len(start)
         for key, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
             if stored.begin != position:
                 error = "overlaps the data before it" if stored.begin < position else "follows a gap"
@@ -145,7 +195,7 @@ def _tensors(header: dict[str, Any], data: int, where: str) -> dict[str, HeaderT
             position += stored.nbytes
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
         raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(problem)}") from None
-    return tensors
+    return Header(tensors, metadata)
 
 
 def _tensor(value: dict[str, Any], data: int) -> HeaderTensor:
@@ -156,88 +206,7 @@ def _tensor(value: dict[str, Any], data: int) -> HeaderTensor:
     return HeaderTensor(dtype, shape, data + begin, end - begin)
 
 
-# ── the shard of a checkpoint in a header ─────────────────────────────────────────────────────────────────────────────
-
-
-_SAVE_ID, _SHARDING_INFO = "save_id", "DCP_SHARDING_INFO"
-_NO_ID = "0" * SAVE_ID_LENGTH
-_ALIGNMENT = 8
-
-
-HeaderEntry: TypeAlias = tuple[str, str, Shape, Shape]
-"""A box in a shard file: the tensor's key and dtype, and the shape and the start of the box."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardHeader:
-    """The header of a shard file with a gap for the save id, and the offset of each entry's data in the file."""
-
-    _before_id: bytes
-    _after_id: bytes
-    begins: tuple[int, ...]
-
-    def of(self, save_id: str) -> bytes:
-        """Return the bytes of the header for one save."""
-        return self._before_id + save_id.encode() + self._after_id
-
-
-def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
-    """Return the header of a shard file in which the entries' data follow one another without gaps.
-
-    Raises:
-        FormatError: if a header cannot hold a name, or is longer than a reader accepts.
-    """
-    stored_forms: dict[tuple[str, Shape, Shape], tuple[str, Shape, str]] = {}  # shared by entries with equal boxes
-    tensors, items = list[NamedTensor](), []
-    for (key, dtype, shape, start), name in zip(entries, to_json_texts([entry[0] for entry in entries]), strict=True):
-        if (dtype, shape, start) not in stored_forms:
-            saved_offsets = [*start, 0] if dtype == "C128" else list(start)
-            offsets = json.dumps({"saved_offsets": saved_offsets})
-            stored_forms[dtype, shape, start] = *to_header_type(dtype, shape), offsets
-        stored_dtype, stored_shape, offsets = stored_forms[dtype, shape, start]
-        tensors.append((key, stored_dtype, stored_shape))
-        items.append(f"{name}: {offsets}")
-    metadata = {"format": "pt", _SHARDING_INFO: f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
-    header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
-    nbytes = len(header) - LENGTH_BYTES
-    if nbytes > MAX_HEADER_BYTES:
-        raise FormatError(
-            f"a shard file of {len(entries)} tensors needs a header of {nbytes} bytes, more than "
-            f"{MAX_HEADER_BYTES}; use a smaller size_per_shard"
-        )
-    id_at = header.rindex(_NO_ID.encode())  # only brackets and spaces follow it
-    return ShardHeader(header[:id_at], header[id_at + SAVE_ID_LENGTH :], begins)
-
-
-def to_header_type(dtype: str, shape: Shape) -> tuple[str, Shape]:
-    """Return the dtype and shape that a header has; C128, which safetensors lacks, is stored as pairs of F64.
-
-    >>> to_header_type("BF16", (2,)), to_header_type("C128", (2,))
-    (('BF16', (2,)), ('F64', (2, 2)))
-    """
-    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
-
-
-def starts_of(header: Header, where: str) -> dict[str, Shape]:
-    """Return where each tensor of a file begins in the whole tensor; zeros for a file without ``DCP_SHARDING_INFO``.
-
-    Raises:
-        FormatError: if the header lacks a tensor's offsets, or has too many or too few of them.
-    """
-    if _SHARDING_INFO not in header.metadata:
-        return {key: (0,) * len(tensor.shape) for key, tensor in header.tensors.items()}
-    try:
-        info = parse_json(header.metadata[_SHARDING_INFO].encode(), where)
-        starts = {key: check_shape(info[key]["saved_offsets"]) for key in header.tensors}
-    except (LookupError, TypeError, ValueError, AttributeError) as problem:
-        raise FormatError(f"{where}: the header describes a slice wrongly: {shown(problem)}") from None
-    if wrong := [key for key, start in starts.items() if len(start) != len(header.tensors[key].shape)]:
-        raise FormatError(f"{where}: {shown(wrong[0])} has {len(starts[wrong[0]])} offsets of another number of dims")
-    return starts
-
-
 # ── files of whole tensors ────────────────────────────────────────────────────────────────────────────────────────────
-
 
 _LIBRARY_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
 _FILE_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place

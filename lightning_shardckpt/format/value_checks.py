@@ -48,10 +48,6 @@ TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
 
 MAX_NDIM = 64  # as in numpy and torch
 SAVE_ID_LENGTH = 32
-_SAVE_ID_PATTERN = re.compile(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}")
-_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_DIGEST_PATTERN = re.compile(r"[0-9a-f]{16}")
-_HEX_PATTERN = re.compile(r"[0-9a-f]*")
 
 _BOUNDED = reprlib.Repr()
 _BOUNDED.maxlevel, _BOUNDED.maxlist, _BOUNDED.maxtuple, _BOUNDED.maxdict = 4, 20, 20, 20
@@ -97,30 +93,28 @@ def check_dtype(value: Any) -> str:
     return value
 
 
-def check_save_id(value: Any) -> str:
-    """Return ``value`` if it is 32 hexadecimal digits, else raise FormatError."""
-    return _check_pattern(value, _SAVE_ID_PATTERN, "a save id")
+def _text_check(pattern: str, expected: str) -> Callable[[Any], str]:
+    """Return a function that returns a value if it is text of a pattern, else raises FormatError."""
+    compiled = re.compile(pattern)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not compiled.fullmatch(value):
+            raise FormatError(f"{shown(value)} is not {expected}")
+        return value
+
+    return check
 
 
-def check_file_name(value: Any) -> str:
-    """Return ``value`` if it is a base name that stays in its directory, else raise FormatError."""
-    return _check_pattern(value, _FILE_NAME_PATTERN, "a file name that a checkpoint may use")
-
-
-def check_digest(value: Any) -> str:
-    """Return ``value`` if it is 16 hexadecimal digits, else raise FormatError."""
-    return _check_pattern(value, _DIGEST_PATTERN, "a checksum")
-
-
-def _check_pattern(value: Any, pattern: re.Pattern[str], expected: str) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FormatError(f"{shown(value)} is not {expected}")
-    return value
+check_save_id = _text_check(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}", "a save id")
+check_file_name = _text_check(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", "a file name that a checkpoint may use")
+"""The name stays in its directory."""
+check_digest = _text_check(r"[0-9a-f]{16}", "a checksum")
+_check_hex = _text_check(r"[0-9a-f]*", "a string of checksums")
 
 
 def check_digests(value: Any, count: int) -> str:
     """Return ``value`` if it is the hexadecimal digits of ``count`` checksums, else raise FormatError."""
-    text = _check_pattern(value, _HEX_PATTERN, "a string of checksums")
+    text = _check_hex(value)
     if len(text) != DIGITS * count:
         raise FormatError(f"{len(text)} digits of checksums, expected {DIGITS} for each of {count} blocks")
     return text

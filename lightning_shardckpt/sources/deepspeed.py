@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,19 +29,23 @@ from lightning_shardckpt.format.value_checks import check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL, find_deepspeed_directory
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
 from lightning_shardckpt.sources.torch_save import DictTensors, map_file, source_of_dicts
+from lightning_shardckpt.state.state_dicts import VERSION
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = re.compile(r".*mp_rank_0*[1-9].*|layer_\d+-model.*|.*expert_\d+.*|.*expp_rank_\d+.*|offloaded_tensors")
+_UNIVERSAL = "zero"
 _OF_DEEPSPEED = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
     | {"shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"}
     | {"skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"}
     | {"checkpoint_parallel_dimensions", "universal_checkpoint_info"}
 )
-_LIGHTNING = "pytorch-lightning_version"
 _REMEDY = "convert it with DeepSpeed's zero_to_fp32.py, and load the result"
+
+State = dict[Any, dict[str, Any]]
+"""The state of an optimizer by parameter."""
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
@@ -55,46 +60,55 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     directory = find_deepspeed_directory(path)
     if directory is None:
         raise CheckpointNotFoundError(f"{path!r} is not a checkpoint of DeepSpeed")
-    models, optimizers = _rank_files(directory)
+    models, optimizers = (_rank_files(directory, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
     universal = [str(file.relative_to(directory)) for file in sorted(Path(directory, _UNIVERSAL).rglob("*.pt"))]
     with close_on_error(LocalReader(directory)) as reader:
         tensors = DictTensors(reader, [*models, *optimizers, *universal])
         contents = [_load(directory, name, weights_only) for name in models]
         try:
+            content, model = contents[0], dict(contents[0]["module"])
+            shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
             if universal:
-                stored = _of_parameters(contents[0], {name: _load(directory, name) for name in universal})
-            else:
+                files = {name: _load(directory, name) for name in universal}
+                state, groups = _of_parameters(files, shapes, model)
+            elif optimizers:
                 states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
-                stored = _of_ranks(directory, contents[0], states, tensors)
-            if any(isinstance(value, Tensor) and value.shape == (0,) for value in contents[0]["module"].values()):
-                stored.model.update(_frozen(directory, contents, tensors))
-            for alias, name in (contents[0]["shared_params"] or {}).items():
-                stored.model[alias] = stored.model[name]
+                state, groups = _of_ranks(states, shapes, model, tensors)
+            elif shapes:
+                raise CorruptionError(f"{directory!r}: the files of the optimizer (*_optim_states.pt) are missing")
+            else:  # ZeRO 0
+                optimizer = content["optimizer"] or {"state": {}, "param_groups": None}
+                state, groups = optimizer["state"], optimizer["param_groups"]
+            if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
+                _add_frozen(contents, model, tensors)
+            for alias, name in (content["shared_params"] or {}).items():
+                model[alias] = model[name]
         except ShardCkptError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{directory!r}: not laid out as DeepSpeed 0.19 does: {error!r}; {_REMEDY}") from error
-        rest = _rest(contents[0])
-        if stored.groups is not None:
-            rest["optimizer_states"] = [{"state": stored.state, "param_groups": stored.groups}]
-        return source_of_dicts(directory, tensors, stored.model, rest)
+        rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
+        if VERSION not in rest:
+            if content.get("lr_scheduler") is not None:
+                rest["lr_schedulers"] = [content["lr_scheduler"]]
+            rest.setdefault("global_step", content.get("global_steps", 0))
+        if groups is not None:
+            rest["optimizer_states"] = [{"state": state, "param_groups": groups}]
+        return source_of_dicts(directory, tensors, model, rest)
 
 
-def _rank_files(directory: str) -> tuple[list[str], list[str]]:
-    """Return the files of the model, and of the optimizer, by rank."""
+def _rank_files(directory: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the files with names of a pattern, by rank."""
     names = os.listdir(directory)
     if unsupported := sorted(filter(_UNSUPPORTED.fullmatch, names)):
         raise FormatError(
             f"{directory!r}: {unsupported[0]} is of model parallelism, a pipeline, experts or tensors offloaded to "
             f"files, which is not read; {_REMEDY}"
         )
-    by_rank = []
-    for pattern in (DEEPSPEED_MODEL, _OPTIMIZER):
-        files = {int(match[1] or 0): match[0] for match in map(pattern.fullmatch, names) if match}
-        if missing := [rank for rank in range(max(files, default=-1)) if rank not in files]:
-            raise CorruptionError(f"{directory!r}: the files of ranks {missing} are missing")
-        by_rank.append([files[rank] for rank in sorted(files)])
-    return by_rank[0], by_rank[1]
+    files = {int(match[1] or 0): match[0] for match in map(pattern.fullmatch, names) if match}
+    if missing := [rank for rank in range(max(files, default=-1)) if rank not in files]:
+        raise CorruptionError(f"{directory!r}: the files of ranks {missing} are missing")
+    return [files[rank] for rank in sorted(files)]
 
 
 class _StandIn:
@@ -117,41 +131,22 @@ def _load(directory: str, name: str, weights_only: bool = True) -> Any:
         return map_file(os.path.join(directory, name), weights_only)
 
 
-def _rest(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client state: Lightning's checkpoint dict, or what there is for its keys."""
-    rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
-    if _LIGHTNING not in rest:
-        if content.get("lr_scheduler") is not None:
-            rest["lr_schedulers"] = [content["lr_scheduler"]]
-        rest.setdefault("global_step", content.get("global_steps", 0))
-    return rest
+def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
+    """Return param groups with the names of their parameters in place of the numbers of their vectors."""
+    numbers = [number for group in groups for number in group["params"]]
+    if numbers != [*range(len(shapes))]:
+        raise ValueError(f"param groups have the vectors {numbers} of {len(shapes)}")
+    return [{**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in groups]
 
 
-class _Stored(NamedTuple):
-    """State dicts of the module and, by parameter, of the optimizer; its groups are None without an optimizer."""
-
-    model: dict[str, Any]
-    state: dict[Any, dict[str, Any]]
-    groups: list[dict[str, Any]] | None
-
-
-def _shapes(content: Mapping[str, Any]) -> list[dict[str, Shape]]:
-    """Return the shapes of the parameters in each vector."""
-    return [{name: check_shape(shape) for name, shape in group.items()} for group in content["param_shapes"] or ()]
-
-
-# ── universal checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────
-
-_UNIVERSAL = "zero"
-
-
-def _of_parameters(content: Mapping[str, Any], files: Mapping[str, Any]) -> _Stored:
-    """Return the state in the files of a universal checkpoint, ``zero/<parameter>/<state>.pt``."""
-    optimizer, shapes = files[f"{_UNIVERSAL}/optimizer_state.pt"], _shapes(content)
+def _of_parameters(
+    files: Mapping[str, Any], shapes: Sequence[Mapping[str, Shape]], model: dict[str, Any]
+) -> tuple[State, list[dict[str, Any]]]:
+    """Return the optimizer in the files of a universal checkpoint, ``zero/<parameter>/<state>.pt``; fill the model."""
+    optimizer, state = files[f"{_UNIVERSAL}/optimizer_state.pt"], State()
     base = optimizer.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # ZeRO 3 has the steps only here
     steps = {key: value for key, value in base.items() if not isinstance(value, Tensor) or not value.ndim}
-    model, state = dict(content["module"]), dict[Any, dict[str, Any]]()
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+    for name, shape in chain(*(group.items() for group in shapes)):
         state[name], folder = dict(steps), f"{_UNIVERSAL}/{name}/"
         for file, value in files.items():
             if file.startswith(folder):
@@ -159,7 +154,7 @@ def _of_parameters(content: Mapping[str, Any], files: Mapping[str, Any]) -> _Sto
                 key = file.removeprefix(folder).removesuffix(".pt")
                 state[name][key] = tensor.view(shape) if tensor.ndim else tensor
         model[name] = state[name].pop("fp32")
-    return _Stored(model, state, _named(optimizer["param_groups"], shapes))
+    return state, _named(optimizer["param_groups"], shapes)
 
 
 # ── flat vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,90 +164,49 @@ _BASE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_sta
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of a tensor, and where they begin in a rank's vector of a number."""
+    """Elements of a tensor, which follow those of the piece before: a part of a rank's vector of a number."""
 
-    first: int
-    size: int
     rank: int
     number: int
     begin: int
+    size: int
 
 
 def _of_ranks(
-    path: str, content: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], tensors: DictTensors
-) -> _Stored:
-    """Return the state in the files of ranks; with ZeRO, parameters and their state are parts of vectors."""
-    shapes, model = _shapes(content), dict(content["module"])
-    if not ranks:
-        if shapes:
-            raise CorruptionError(f"{path!r}: the files of the optimizer (*_optim_states.pt) are missing")
-        optimizer = content["optimizer"] or {"state": {}, "param_groups": None}  # ZeRO 0
-        return _Stored(model, optimizer["state"], optimizer["param_groups"])
-    counts, stage = ranks[0]["partition_count"], int(ranks[0]["zero_stage"])
+    ranks: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Mapping[str, Shape]],
+    model: dict[str, Any],
+    tensors: DictTensors,
+) -> tuple[State, list[dict[str, Any]]]:
+    """Return the optimizer in the files of ranks, of whose vectors parameters and their state are parts."""
+    counts, stage, state = ranks[0]["partition_count"], int(ranks[0]["zero_stage"]), State()
     if len(ranks) != (expected := max(counts) if isinstance(counts, list) else counts):
-        raise CorruptionError(f"{path!r}: {len(ranks)} files of an optimizer on {expected} ranks")
-    if stage == 3:
-        pieces = _partitions(shapes, [len(vector) for vector in ranks[0][_MASTERS[3]]], len(ranks))
-    else:
-        pieces = _slices(shapes, [rank["param_slice_mappings"] for rank in ranks])
+        raise ValueError(f"{len(ranks)} files of an optimizer on {expected} ranks")
     masters, bases = [rank[_MASTERS[stage]] for rank in ranks], [rank[_BASE[stage]] for rank in ranks]
-    state: dict[Any, dict[str, Any]] = {}
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+    if stage == 3:
+        pieces = _partitions(shapes, [len(vector) for vector in masters[0]], len(ranks))
+    else:
+        pieces = {name: [] for group in shapes for name in group}
+        for rank, mappings in enumerate(one["param_slice_mappings"] for one in ranks):
+            for number, mapping in enumerate(mappings):
+                for name, part in mapping.items():
+                    pieces[name].append(_Piece(rank, number, part.start, part.numel))
+    for name, shape in chain(*(group.items() for group in shapes)):
         parts, state[name] = pieces[name], {}
-        model[name] = _join(path, "weight", shape, parts, [masters[p.rank][p.number] for p in parts], tensors)
+        model[name] = _join("weight", shape, [(p, masters[p.rank][p.number]) for p in parts], tensors)
         for key, value in bases[parts[0].rank]["state"].get(parts[0].number, {}).items() if parts else ():
             if isinstance(value, Tensor) and value.ndim > 0:
-                vectors = [bases[p.rank]["state"][p.number][key] for p in parts]
-                state[name][key] = _join(path, key, shape, parts, vectors, tensors)
-            else:
-                state[name][key] = value
-    return _Stored(model, state, _named(bases[0]["param_groups"], shapes))
+                value = _join(key, shape, [(p, bases[p.rank]["state"][p.number][key]) for p in parts], tensors)
+            state[name][key] = value
+    return state, _named(bases[0]["param_groups"], shapes)
 
 
-def _frozen(path: str, models: Sequence[Mapping[str, Any]], tensors: DictTensors) -> dict[str, Tensor]:
-    """Return frozen parameters of ZeRO 3, of which each rank has an equal part."""
-    frozen = {}
-    for name, size in (models[0]["frozen_param_shapes"] or {}).items():
-        parts, shape = [model["frozen_param_fragments"][name] for model in models], check_shape(size)
-        pieces = _partitions([{name: shape}], [len(parts[0])], len(models))[name]
-        vectors = [parts[piece.rank] for piece in pieces]
-        frozen[name] = _join(path, f"frozen {name}", shape, pieces, vectors, tensors)
-    return frozen
-
-
-def _join(
-    path: str, kind: str, shape: Shape, pieces: Sequence[_Piece], vectors: Sequence[Tensor], tensors: DictTensors
-) -> Tensor:
-    """Return the stand-in for a tensor whose pieces are in vectors."""
-    boxes, dtype = list[ForeignBox](), torch.float32
-    for piece, vector in zip(pieces, vectors, strict=True):
-        name, begin, dtype = f"{kind}/{piece.rank}/{piece.number}", piece.begin, vector.dtype
-        if begin + piece.size > len(vector):
-            raise FormatError(f"{path!r}: {name} has {len(vector)} elements, expected {begin + piece.size}")
-        tensors.loads[name] = vector.detach
-        for box in flat_boxes(shape, piece.first, piece.first + piece.size):
-            boxes.append(ForeignBox(box, name, begin * dtype.itemsize))
-            begin += box.numel
-    return tensors.stand_in(ForeignTensor(DTYPES[dtype], shape, tuple(boxes)))
-
-
-def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
-    """Return param groups with the names of their parameters in place of the numbers of their vectors."""
-    numbers = [number for group in groups for number in group["params"]]
-    if numbers != [*range(len(shapes))]:
-        raise ValueError(f"param groups have the vectors {numbers} of {len(shapes)}")
-    return [{**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in groups]
-
-
-def _slices(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Any]) -> dict[str, list[_Piece]]:
-    """Return the pieces of ZeRO 1 and 2: ranks list their slices of parameters, which follow one another."""
-    pieces: dict[str, list[_Piece]] = {name: [] for group in shapes for name in group}
-    for rank, mappings in enumerate(ranks):
-        for number, mapping in enumerate(mappings):
-            for name, part in mapping.items():
-                done = sum(piece.size for piece in pieces[name])
-                pieces[name].append(_Piece(done, part.numel, rank, number, part.start))
-    return pieces
+def _add_frozen(contents: Sequence[Mapping[str, Any]], model: dict[str, Any], tensors: DictTensors) -> None:
+    """Add the frozen parameters of ZeRO 3, of which each rank has an equal part."""
+    for name, size in (contents[0]["frozen_param_shapes"] or {}).items():
+        parts, shape = [content["frozen_param_fragments"][name] for content in contents], check_shape(size)
+        pieces = _partitions([{name: shape}], [len(parts[0])], len(parts))[name]
+        model[name] = _join(f"frozen {name}", shape, [(piece, parts[piece.rank]) for piece in pieces], tensors)
 
 
 def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
@@ -272,12 +226,27 @@ def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], r
         for name, shape in group.items():
             numel = prod(shape)
             size = -(-numel // ranks)
-            parts = [(rank, rank * size, min(size, numel - rank * size)) for rank in range(ranks)]
-            pieces[name] = [_Piece(first, count, rank, number, begin) for rank, first, count in parts if count > 0]
+            counts = [min(size, numel - rank * size) for rank in range(ranks)]
+            pieces[name] = [_Piece(rank, number, begin, count) for rank, count in enumerate(counts) if count > 0]
             begin += size
         if begin != length:
             raise ValueError(f"the parameters of vector {number} have {begin} of its {length} elements")
     return pieces
+
+
+def _join(kind: str, shape: Shape, parts: Sequence[tuple[_Piece, Tensor]], tensors: DictTensors) -> Tensor:
+    """Return the stand-in for a tensor whose pieces are in vectors."""
+    boxes, dtype, first = list[ForeignBox](), torch.float32, 0
+    for (rank, number, begin, size), vector in parts:
+        name, dtype = f"{kind}/{rank}/{number}", vector.dtype
+        if begin + size > len(vector):
+            raise ValueError(f"{name} has {len(vector)} elements, expected {begin + size}")
+        tensors.loads[name] = vector.detach
+        for box in flat_boxes(shape, first, first + size):
+            boxes.append(ForeignBox(box, name, begin * dtype.itemsize))
+            begin += box.numel
+        first += size
+    return tensors.stand_in(ForeignTensor(DTYPES[dtype], shape, tuple(boxes)))
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
@@ -289,14 +258,10 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     if not shape and start < stop:
         yield Box((), ())
         return
-    row, inner = prod(shape[1:]), shape[1:]
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while start < stop:
-        index, at = divmod(start, row)
-        if at == 0 and start + row <= stop:  # whole rows
-            yield Box((index, *(0 for _ in inner)), (stop // row, *inner))
-            start = stop // row * row
-            continue
-        end = min(stop, start - at + row)
-        for box in flat_boxes(inner, at, at + end - start):
-            yield Box((index, *box.start), (index + 1, *box.stop))
-        start = end
+        index = tuple(start // stride % length for stride, length in zip(strides, shape, strict=True))
+        dim = next(d for d, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
+        rows = min((stop - start) // strides[dim], shape[dim] - index[dim])
+        yield Box(index, (*(i + 1 for i in index[:dim]), index[dim] + rows, *shape[dim + 1 :]))
+        start += rows * strides[dim]

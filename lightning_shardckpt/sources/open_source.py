@@ -84,12 +84,11 @@ def detect_format(path: str) -> Format | None:
         CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
         FormatError: naming the candidates, if several formats match.
     """
-    name = os.path.basename(path)
+    name, ours = os.path.basename(path), os.path.isfile(os.path.join(path, ROOT_NAME))
     if (name in (*_MARKS, "meta.pt") or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path)}")
-    if _is_unfinished(Path(path)):
+    if os.path.isdir(path) and not ours and (name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))):
         return None
-    ours = os.path.isfile(os.path.join(path, ROOT_NAME))
     beside = ("hugging_face", "deepspeed") if ours else ()  # an export, or files that somebody put there
     matching = [one for one in FORMATS if one.module not in beside and one.matches(path)]
     names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
@@ -131,20 +130,21 @@ def open_on_ranks(
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: if the ranks see different checkpoints at the path.
     """
-    source: Source | None = None
-    deadline, reports = time.monotonic() + storage.visible_within_s, list[Any]()
+    opened, reports, deadline = list[Source](), list[Any](), time.monotonic() + storage.visible_within_s
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
 
     def look() -> dict[str, Any]:
-        nonlocal source
+        close()
         if not reports:
             reports.append(report())
-        if source is not None:
-            source.close()
-            source = None
         try:
             source, identity = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
+        opened.append(source)
         return {"id": identity, "report": reports[0]}
 
     def compare(views: list[dict[str, Any]]) -> list[Any] | None:
@@ -163,17 +163,9 @@ def open_on_ranks(
     try:
         while (answer := ranks.step(f"opening checkpoint {path!r}", look, compare)) is None:
             time.sleep(TUNING.look_again_s)
-        assert source is not None
-        yield source, answer
+        yield opened[0], answer
     finally:
-        if source is not None:
-            source.close()
-
-
-def _digest(source: Source) -> str:
-    """Return a digest of names, dtypes and shapes, for formats without a save id."""
-    kinds = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
-    return checksum(json.dumps(kinds, sort_keys=True).encode())
+        close()
 
 
 def open_source(
@@ -195,12 +187,13 @@ def open_source(
         CheckpointNotFoundError: if there is no readable checkpoint; suggests other paths.
         FormatError: if several formats match.
     """
-    if (other := detect_format(path)) is not None:
-        source: Source = import_module(f"{__package__}.{other.module}").open_path(path, weights_only)
-        return source, f"{other.name}, {_digest(source)}"
-    checkpoint = open_checkpoint(path, storage)
-    source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
-    return source, checkpoint.root.save_id
+    if (other := detect_format(path)) is None:
+        checkpoint = open_checkpoint(path, storage)
+        source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
+        return source, checkpoint.root.save_id
+    source = import_module(f"{__package__}.{other.module}").open_path(path, weights_only)
+    kinds = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
+    return source, f"{other.name}, {checksum(json.dumps(kinds, sort_keys=True).encode())}"
 
 
 def open_checkpoint(
@@ -214,45 +207,18 @@ def open_checkpoint(
         storage_options: for URLs, without ``storage``.
 
     Raises:
-        CheckpointNotFoundError: describing the content of the path, and suggesting others.
+        CheckpointNotFoundError: if there is none; suggests other paths.
     """
     path = file_path(path)
     try:
         return Checkpoint(storage or StorageRouter(storage_options=storage_options), path)
     except CheckpointNotFoundError as error:
-        if is_url(path):
-            raise
-        message = describe_path(path) or str(error).partition("; did you mean")[0]
-        raise CheckpointNotFoundError(message + did_you_mean(path)) from None
+        raise CheckpointNotFoundError(f"{error}{'' if is_url(path) else did_you_mean(path)}") from None
 
 
 # ── no checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LOOKED_AT, _SUGGESTED = 2000, 3
-
-
-def describe_path(path: str | os.PathLike[str]) -> str | None:
-    """Return a sentence about the content of a path without a checkpoint of this package; None if it is unknown."""
-    path = Path(path)
-    if not os.path.lexists(path):
-        return f"no checkpoint at {str(path)!r}: there is nothing at this path"
-    if path.is_file():
-        return f"{str(path)!r} is a file; a sharded checkpoint is a directory"
-    if _is_unfinished(path):
-        return f"{str(path)!r} is the rest of an unfinished save: it has no {ROOT_NAME}, so it cannot be trusted"
-    if not path.is_dir() or (path / ROOT_NAME).exists():
-        return None
-    if readable := next((one for one in FORMATS if one.matches(str(path))), None):
-        remedy = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
-        return f"{str(path)!r} is {readable.name}, not of lightning-shardckpt; {remedy}"
-    return None
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Return whether a directory is the rest of an unfinished save of this package."""
-    if (path / ROOT_NAME).exists() or not path.is_dir():
-        return False
-    return path.name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))
 
 
 def did_you_mean(path: str | os.PathLike[str]) -> str:

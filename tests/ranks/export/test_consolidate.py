@@ -129,7 +129,7 @@ WRONG_FOLDERS = {
     "missing": (lambda c: c.parent / "zo.ckpt", r"zo\.ckpt': there is nothing .*; did you mean '.*zoo\.ckpt'\?"),
     "file inside": (lambda c: c / "checkpoint.index.json", r"is a part of .*; did you mean '.*zoo\.ckpt'\?"),
     "parent": (lambda c: c.parent, r"is not a complete checkpoint.*did you mean '.*zoo\.ckpt'\?"),
-    "unfinished": (_unfinished, r"the rest of an unfinished save: it has no checkpoint\.index\.json"),
+    "unfinished": (_unfinished, r"it has no checkpoint\.index\.json"),
 }
 
 

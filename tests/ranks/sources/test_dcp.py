@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import FormatError, MismatchError
 from tests.support import other_programs, tiny
 from tests.support.other_programs import fit
 from tests.support.pool import RankFailure, run_each, run_ranks
@@ -221,62 +215,3 @@ def test_a_consolidated_file_has_what_lightnings_own_tool_would_write(
     (optimizer,) = found.pop("optimizer_states")
     assert tiny.differences(flat(expected.pop("optimizer_0")), flat(optimizer)) == []
     assert tiny.differences(flat(expected), flat(found)) == []
-
-
-# ── slices in safetensors: torch's HuggingFaceStorageWriter ───────────────────────────────────────────────────────
-
-
-STATE = {
-    "rows": torch.arange(35.0).view(7, 5),
-    "columns": torch.arange(18.0).view(3, 6).bfloat16(),
-    "plain": torch.arange(4),
-    "scalar": torch.tensor(2.5),
-}
-PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "plain": Replicate(), "scalar": Replicate()}
-
-
-def save_slices(path: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    state = {name: distribute_tensor(tensor, mesh, [PLACEMENTS[name]]) for name, tensor in STATE.items()}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
-
-
-@pytest.fixture(scope="module")
-def slices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("slices") / "a"
-    run_ranks(2, save_slices, str(path))
-    return path
-
-
-def load_slices(path: str) -> dict[str, torch.Tensor]:
-    """On each rank: slices along the other dim than at the save."""
-    mesh = init_device_mesh("cpu", (2,))
-    turned = {"rows": Shard(1), "columns": Shard(0), "plain": Shard(0), "scalar": Replicate()}
-    live = {n: distribute_tensor(torch.zeros_like(t), mesh, [turned[n]]) for n, t in STATE.items()}
-    lightning_shardckpt.load(path, {"model": live})
-    return {name: tensor.full_tensor() for name, tensor in live.items()}
-
-
-def test_slices_of_all_ranks_become_whole_tensors_and_other_slices(slices: Path) -> None:
-    expected = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is not distributed here
-        dcp.load(expected, storage_reader=HuggingFaceStorageReader(str(slices)))
-    assert tiny.differences(STATE, expected) == []
-    assert {name: tensor.shape for name, tensor in lightning_shardckpt.metadata(slices).tensors.items()} == {
-        name: tuple(tensor.shape) for name, tensor in STATE.items()
-    }
-    assert tiny.differences(STATE, lightning_shardckpt.load(slices)["state_dict"]) == []
-    for found in run_ranks(2, load_slices, str(slices)):
-        assert tiny.differences(STATE, found) == []
-
-
-def test_a_directory_that_lacks_a_file_is_refused(slices: Path, tmp_path: Path) -> None:
-    first, second = sorted(slices.iterdir())
-    (tmp_path / first.name).write_bytes(first.read_bytes())
-    with pytest.raises(MismatchError, match=r"rows  shape \(4, 5\) in checkpoint, \(7, 5\)"):
-        lightning_shardckpt.load(tmp_path, {"model": torch.nn.ParameterDict({"rows": torch.zeros(7, 5)})})
-    os.unlink(tmp_path / first.name)
-    (tmp_path / second.name).write_bytes(second.read_bytes())
-    with pytest.raises(FormatError, match=r"'rows', F32 \(7, 5\): 15 of 35 elements are covered"):
-        lightning_shardckpt.load(tmp_path)
