@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -122,10 +122,6 @@ def storage_uses(tensor: Tensor) -> int:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Overload: TypeAlias = Any
-"""An operator in a dispatch mode, such as ``torch.ops.aten.add.Tensor``."""
-
-
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that does not import torch.compile."""
 
@@ -162,7 +158,7 @@ def dispatches(kind: type[Any]) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to, from its schema; None for omitted arguments."""
     passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     return [

@@ -107,9 +107,8 @@ class GatherItem:
         Raises:
             UnsupportedCodeError: on every rank, if the ranks reduce gradients of different tensors.
         """
-        axes = [peers for peers in (self.sharding.shard, self.sharding.replicate) if peers is not None]
         exists = gradient is not None
-        for peers in axes:
+        for peers in self.sharding.data_axes:
             exists = any(numbers[0] for numbers in peers.compare(f"the gradient of {self.name}", float(exists)))
         if not exists:
             return None
@@ -117,7 +116,7 @@ class GatherItem:
             assert self.spec.tensor_meta is not None
             gradient = torch.zeros(self.shape, dtype=self.spec.tensor_meta.dtype, device=device)
         total = local_tensor(gradient).contiguous() / self.sharding.batches
-        for group in (*(peers.group for peers in axes), self.partial):
+        for group in (*(peers.group for peers in self.sharding.data_axes), self.partial):
             if group is not None:
                 dist.all_reduce(total, group=group)
         return new_dtensor(own_rows(total, self.sharding).to(self.home, copy=True), self.spec)

@@ -56,19 +56,26 @@ class Sharding:
     Attributes:
         shard: the ranks of the axis "shard", over which dim 0 is sharded; None for a size of 1.
         replicate: the ranks of the axis "replicate"; None for a size of 1.
+        others: the ranks of each tensor-parallel axis with a size of more than 1.
         model_mesh: the tensor-parallel axes; None without tensor parallelism.
         model: the placements on ``model_mesh``.
     """
 
     shard: Peers | None
     replicate: Peers | None
+    others: tuple[Peers, ...]
     model_mesh: DeviceMesh | None
     model: tuple[Placement, ...]
 
     @property
+    def data_axes(self) -> list[Peers]:
+        """The ranks of the data axes with a size of more than 1."""
+        return [peers for peers in (self.shard, self.replicate) if peers is not None]
+
+    @property
     def batches(self) -> int:
         """The number of data-parallel ranks."""
-        return prod(peers.size for peers in (self.shard, self.replicate) if peers is not None)
+        return prod(peers.size for peers in self.data_axes)
 
 
 def describe(tensor: DTensor) -> str:
@@ -80,17 +87,13 @@ def describe(tensor: DTensor) -> str:
 def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding:
     """Return the sharding that a mesh and placements stand for."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    axes = {name: (placement, size) for name, placement, size in zip(names, placements, mesh.shape, strict=True)}
-    peers = {name: axis_peers(mesh, name) for name in DATA_AXES if name in axes and axes[name][1] > 1}
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    peers = {name: peers_of(mesh if mesh.ndim == 1 else mesh[name]) for name in names if sizes[name] > 1}
     others = tuple(name for name in names if name not in DATA_AXES)
     model_mesh = None if not others else mesh if len(others) == mesh.ndim else mesh[others]
-    model = tuple(axes[name][0] for name in others)
-    return Sharding(peers.get("shard"), peers.get("replicate"), model_mesh, model)
-
-
-def axis_peers(mesh: DeviceMesh, name: str) -> Peers:
-    """Return the ranks of one axis of a mesh."""
-    return peers_of(mesh if mesh.ndim == 1 else mesh[name])
+    model = tuple(placement for name, placement in zip(names, placements, strict=True) if name in others)
+    of_model = tuple(peers[name] for name in others if name in peers)
+    return Sharding(peers.get("shard"), peers.get("replicate"), of_model, model_mesh, model)
 
 
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:

@@ -28,7 +28,7 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import GATHERED, Gather, GatherItem
-from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, axis_peers, local_part, resolve_sharding
+from lightning_shardckpt.parallel.tensors.placement import Sharding, local_part, resolve_sharding
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
@@ -43,20 +43,6 @@ def sharding_of(tensor: DTensor) -> Sharding:
     """Return how a tensor is sharded."""
     spec = spec_of(tensor)
     return resolve_sharding(spec.mesh, tuple(spec.placements))
-
-
-def _model_axes(sharding: Sharding) -> list[Peers]:
-    """Return the ranks of each tensor-parallel axis with more than one."""
-    mesh = sharding.model_mesh
-    if mesh is None:
-        return []
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return [axis_peers(mesh, name) for name, size in zip(names, mesh.shape, strict=True) if size > 1]
-
-
-def _axes(sharding: Sharding) -> list[Peers]:
-    """Return the ranks of every mesh axis of a tensor, also of axes that only replicate it."""
-    return [p for p in (sharding.shard, sharding.replicate, *_model_axes(sharding)) if p is not None]
 
 
 def gather_whole(
@@ -80,7 +66,7 @@ def gather_whole(
     else:
         whole = item.gather(local_tensor(tensor), what, device)
     if on_model_axes and isinstance(whole, DTensor):
-        for peers in _model_axes(item.sharding):
+        for peers in item.sharding.others:
             peers.share(what)
         replicated = [Replicate()] * whole.device_mesh.ndim
         whole = whole.redistribute(placements=replicated).to_local(grad_placements=replicated)
@@ -151,7 +137,7 @@ def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:
     content = byte_view(value.detach().contiguous()).cpu().numpy()
     own = float(zlib.crc32(content.tobytes()))
     same = True
-    for peers in _axes(sharding):
+    for peers in (*sharding.data_axes, *sharding.others):
         every = peers.share(f"{what} with a tensor of shape {tuple(value.shape)}", [own])
         same = same and all(numbers == [own] for numbers in every)
         own = float(same and own)  # passes a difference on to the ranks of the next axis
@@ -202,7 +188,7 @@ def draw_like_first_rank(sharding: Sharding, device: torch.device, what: str) ->
     cuda = device.type == "cuda"
     own = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
     state = own.clone()
-    for peers in _axes(sharding):
+    for peers in (*sharding.data_axes, *sharding.others):
         mark = float(zlib.crc32(state.numpy().tobytes()))
         if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
             peers.broadcast_read(state, what)
