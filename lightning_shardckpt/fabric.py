@@ -30,8 +30,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
     disable_backward_guard,
+    keep_samplers_of,
     optimizer_to_device,
-    show_samplers_of,
 )
 from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, refuse_stored_metrics
 from lightning_shardckpt.distributed.host_numbers import any_rank
@@ -131,7 +131,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._meshes is not None:
             return
         self._setup_distributed()
-        show_samplers_of(self)
+        keep_samplers_of(self)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         self._enable_async()
         reset_numbers()

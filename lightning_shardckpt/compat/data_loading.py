@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import seed_temporarily
 
 
@@ -45,68 +44,53 @@ def sampler_of(loader: Any) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
-def is_strided(sampler: object) -> bool:
-    """Return whether rank r of R gets every R-th index of an order, from the r-th on.
+def deals_samples(loader: Any) -> bool:
+    """Return whether rank r of R gets every R-th index of an order, from the r-th on, in batches of consecutive ones.
 
-    True for torch's DistributedSampler and Lightning's DistributedSamplerWrapper, but not for their subclasses.
+    True for torch's BatchSampler of torch's DistributedSampler or of Lightning's DistributedSamplerWrapper, but not for
+    subclasses, and if the sampler leaves out samples that not all ranks would get.
     """
-    return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
+    batches, sampler = loader.batch_sampler, sampler_of(loader)
+    is_strided = type(sampler) in (DistributedSampler, DistributedSamplerWrapper) and not sampler.drop_last
+    return is_strided and type(batches) is BatchSampler
 
 
-class GivenBatchSampler(BatchSampler):
-    """torch's BatchSampler, given to a loader: Lightning makes subclasses again with their own arguments."""
+def keeps_samplers(loader: object, ranks: int) -> bool:
+    """Return whether a DataLoader must not be made again by Lightning, since its samples or batches would be others.
 
+    Lightning distributes ``DataLoader.sampler``: of a loader that was given a batch sampler, that is torch's default.
+    It takes torch's BatchSampler for the loader's own, and makes batches of one sample. In the place of a RandomSampler
+    or SequentialSampler it distributes the whole dataset, also if that draws others. A class that disables batching for
+    a sampler of batches may enable it for the sampler that it gets.
 
-class _Drawn(Sampler[Any]):
-    """A sampler of torch's that is taken for one of the user's."""
+    Args:
+        loader: before Lightning prepares it.
+        ranks: the number of ranks that would read from it.
 
-    def __init__(self, sampler: Any) -> None:
-        self.sampler, self.generator = sampler, getattr(sampler, "generator", None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.sampler)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-@contextmanager
-def show_samplers(loader: object) -> Iterator[None]:
-    """Let Lightning see the original arguments of a DataLoader while it makes the loader again inside the context.
-
-    It takes torch's BatchSampler for the loader's own, and makes batches of one sample; of every batch sampler it
-    distributes ``DataLoader.sampler``, which is torch's default then. In the place of a RandomSampler or
-    SequentialSampler it distributes the whole dataset, also if that draws ``num_samples`` or with replacement.
-
-    Relies on ``DataLoader.batch_size`` being None for a batch sampler that was given, and on the loader's attribute
-    ``sampler``, which torch does not allow to assign.
+    Raises:
+        UnsupportedCodeError: for such a loader on several ranks, unless its sampler is a DistributedSampler.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        yield
-        return
-    given: Any = loader.batch_sampler if loader.batch_size is None else None
-    kind, own = type(given), loader.sampler
-    sampler: Any = getattr(given, "sampler", None)
-    if sampler is None:
-        sampler = own
-    if isinstance(sampler, RandomSampler | SequentialSampler):
-        again = getattr(sampler, "replacement", False)
-        if again or sized_len(sampler) != sized_len(loader.dataset):
-            sampler = _Drawn(sampler)
-    try:
-        if kind is BatchSampler:
-            given.__class__ = GivenBatchSampler
-        vars(loader)["sampler"] = sampler  # a loader with batches does not use it
-        yield
-    finally:
-        vars(loader)["sampler"] = own
-        if kind is BatchSampler:
-            given.__class__ = kind
-
-
-def makes_plain_batches(batch_sampler: object) -> bool:
-    """Return whether batches are consecutive indices: without a batch sampler, or with torch's BatchSampler."""
-    return batch_sampler is None or type(batch_sampler) in (BatchSampler, GivenBatchSampler)
+        return False
+    sampler = sampler_of(loader)
+    given = loader.batch_sampler is not None or isinstance(sampler, BatchSampler)
+    if loader.batch_size is None and given:
+        what = f"batches of the {type(loader.batch_sampler or sampler).__name__} that it was given"
+    elif isinstance(sampler, RandomSampler | SequentialSampler) and (
+        type(sampler) not in (RandomSampler, SequentialSampler)
+        or getattr(sampler, "replacement", False)
+        or sized_len(sampler) != sized_len(loader.dataset)
+    ):
+        what = f"samples of a {type(sampler).__name__} that may not draw each sample of the dataset once"
+    else:
+        return False
+    if ranks > 1 and not isinstance(sampler, DistributedSampler):
+        raise UnsupportedCodeError(
+            f"the {type(loader).__name__} reads {what}, which Lightning cannot divide among {ranks} ranks: give it a "
+            "DistributedSampler(dataset, **trainer.distributed_sampler_kwargs), if need be inside of the batch "
+            "sampler, or pass use_distributed_sampler=False, with which every rank reads the same batches"
+        )
+    return True
 
 
 def wrapped_sampler(sampler: object) -> Any | None:

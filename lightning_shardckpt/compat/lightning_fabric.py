@@ -24,41 +24,41 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt.compat.data_loading import show_samplers
+from lightning_shardckpt.compat.data_loading import keeps_samplers
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
 
 
-_showing: set[int] = set()  # the ids of the living strategies of `show_samplers_of`
+_keeping: set[int] = set()  # the ids of the living strategies of `keep_samplers_of`
 _original_setup = Fabric._setup_dataloader
 
 
-def show_samplers_of(strategy: object) -> None:
-    """Let the Fabric of ``strategy`` see the samplers that a loader was given, before it makes the loader again.
+def keep_samplers_of(strategy: object) -> None:
+    """Let the Fabric of ``strategy`` keep the samplers of loaders for which `keeps_samplers` is true.
 
     Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``, which makes
     each loader again.
     """
-    _showing.add(id(strategy))
-    weakref.finalize(strategy, _end_showing, id(strategy)).atexit = False
-    Fabric._setup_dataloader = _setup_shown_dataloader  # type: ignore[method-assign]  # see _end_showing
+    _keeping.add(id(strategy))
+    weakref.finalize(strategy, _end_keeping, id(strategy)).atexit = False
+    Fabric._setup_dataloader = _setup_and_keep  # type: ignore[method-assign]  # see _end_keeping
 
 
-def _end_showing(strategy: int) -> None:
-    _showing.discard(strategy)
-    if not _showing:
+def _end_keeping(strategy: int) -> None:
+    _keeping.discard(strategy)
+    if not _keeping:
         Fabric._setup_dataloader = _original_setup  # type: ignore[method-assign]
 
 
-def _setup_shown_dataloader(
+def _setup_and_keep(
     self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
 ) -> DataLoader[Any]:
-    if not use_distributed_sampler or id(self.strategy) not in _showing:
-        return _original_setup(self, dataloader, use_distributed_sampler, move_to_device)
-    with show_samplers(dataloader):
-        return _original_setup(self, dataloader, move_to_device=move_to_device)
+    distributes = use_distributed_sampler and not (
+        id(self.strategy) in _keeping and keeps_samplers(dataloader, self.world_size)
+    )
+    return _original_setup(self, dataloader, distributes, move_to_device)
 
 
 def init_process_group(

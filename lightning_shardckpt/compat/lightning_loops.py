@@ -30,11 +30,6 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if loader is None else list(loader.flattened)
 
 
-def is_stateful(loader: object) -> bool:
-    """Return whether Lightning saves the state of a loader."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
 def cycles_loaders(trainer: pl.Trainer) -> bool:
     """Return whether a shorter loader begins again at its end (``CombinedLoader(mode="max_size_cycle")``).
 

@@ -27,8 +27,7 @@ from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_shardckpt.compat.data_loading import show_samplers
-from lightning_shardckpt.compat.lightning_loops import is_stateful
+from lightning_shardckpt.compat.data_loading import keeps_samplers
 from lightning_shardckpt.compat.torch_modules import override_methods
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -50,8 +49,8 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
     without ``shuffle=True``, or with a user's sampler, would have another order than on one process. In validation, it
     believes a loader's argument ``shuffle=False`` rather than a RandomSampler beside it.
 
-    If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state.
-    Samplers and batch samplers that a loader was given yield the same as on one process.
+    If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state; see
+    also `keeps_samplers`.
 
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage).
     """
@@ -62,11 +61,14 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
         if mode == RunningStage.PREDICTING:
             return prepare(connector, dataloader, shuffle, mode)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
-        if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
+        has_state = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+        distributes = trainer._accelerator_connector.use_distributed_sampler
+        if alone and mode == RunningStage.TRAINING and has_state:
             return dataloader
-        with show_samplers(dataloader):
-            shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
-            return prepare(connector, dataloader, shuffle, mode)
+        if distributes and keeps_samplers(dataloader, trainer.world_size):
+            return dataloader
+        shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
+        return prepare(connector, dataloader, shuffle, mode)
 
     return override_methods(connector, _prepare_dataloader=prepare_in_order)
 

@@ -30,11 +30,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
-    is_strided,
-    makes_plain_batches,
+    deals_samples,
     order_checksum,
     order_of_all_ranks,
     own_generator,
@@ -42,7 +41,6 @@ from lightning_shardckpt.compat.data_loading import (
     sampler_of,
     wrapped_sampler,
 )
-from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
 _OTHER_ORDER = (
@@ -301,18 +299,14 @@ class Division:
         ranks: the number of data-parallel ranks.
         batch_size: samples of each rank in a step.
         drop_last: leave out a shorter last step.
-        drop_uneven: leave out at most ``ranks - 1`` samples, so that all ranks have equally many in each step.
     """
 
     ranks: int
     batch_size: int
     drop_last: bool = False
-    drop_uneven: bool = False
 
     def sizes(self, samples: int) -> list[int]:
         """Return how many of ``samples`` all ranks together use in each step."""
-        if self.drop_uneven:
-            samples -= samples % self.ranks
         full, rest = divmod(samples, self.ranks * self.batch_size)
         sizes = [self.ranks * self.batch_size] * full
         if rest and not self.drop_last:
@@ -337,11 +331,10 @@ class Division:
 
 def _division_of(loader: Any) -> Division | None:
     """Return the division of the order of all ranks into steps; None if the order is unknown."""
-    sampler, batches = sampler_of(loader), loader.batch_sampler
-    if not (is_strided(sampler) and makes_plain_batches(batches)):
+    if not deals_samples(loader):
         return None
-    size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
-    return Division(sampler.num_replicas, size, drop_last, sampler.drop_last)
+    batches = loader.batch_sampler
+    return Division(batches.sampler.num_replicas, batches.batch_size, batches.drop_last)
 
 
 def _length(value: Any) -> int | None:
@@ -354,8 +347,7 @@ def _length(value: Any) -> int | None:
 
 def _samples_of(loader: Any) -> int | None:
     """Return the number of samples of an epoch of all ranks; None if unknown."""
-    sampler = sampler_of(loader)
-    return _length(sampler.dataset if is_strided(sampler) else loader.dataset)
+    return _length(sampler_of(loader).dataset if deals_samples(loader) else loader.dataset)
 
 
 class _Indices:
@@ -397,8 +389,7 @@ def _divide(loader: Any, progress: Progress, division: Division, position: Loade
         _warn_of_order(sampler, position.get("checksum") if position.get("samples") == len(order) else None)
         if batches and (repeated := division.repeats(len(left))):
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
-    dealt = division.deal(left, sampler.rank)
-    yield from dealt if loader.batch_sampler is not None else (index for (index,) in dealt)
+    yield from division.deal(left, sampler.rank)
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -459,23 +450,3 @@ def _draw_all(loader: Any, iterator: Iterator[Any], checksum: int | None = None)
         _warn_of_order(sampler_of(loader), checksum)
         checksum = None
         yield batch
-
-
-def refuse_batches_of_batches(loader: object) -> None:
-    """Refuse a DataLoader that batches the batches of its sampler since Lightning rebuilt it.
-
-    Lightning calls the constructor again, with a DistributedSampler around the sampler. A class that disables torch's
-    batching for its own sampler of batches (``batch_size=None``) may enable it for a sampler that it gets.
-
-    Raises:
-        UnsupportedCodeError: naming the class.
-    """
-    if not isinstance(loader, DataLoader) or type(loader).__init__ is DataLoader.__init__:
-        return
-    if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
-        raise UnsupportedCodeError(
-            f"{type(loader).__name__} puts the batches of its sampler into batches of {loader.batch_size}, since "
-            "Lightning rebuilt it with a DistributedSampler around that sampler. Give the loader a DistributedSampler "
-            "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
-            "batches."
-        )

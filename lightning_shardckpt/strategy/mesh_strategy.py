@@ -40,7 +40,6 @@ from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, share_rng
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
@@ -267,7 +266,6 @@ class MeshStrategy:
 
     def _prepare_loader(self, loader: Any) -> None:
         """Prepare a loader in place. Ranks of one tensor group must draw the same batches, so their workers' seeds."""
-        refuse_batches_of_batches(loader)
         draw_orders_by_epoch(loader)
         init = getattr(loader, "worker_init_fn", 0)
         is_lightnings = isinstance(init, partial) and init.func is pl_worker_init_function

@@ -140,7 +140,10 @@ RUNS: dict[str, list[Leg]] = {
         (2, FSDP, 3, {"batch_size": 6, "sampler": "two loaders"}, {}),
         (3, FSDP, 0, {"batch_size": 4, "sampler": "two loaders"}, ONE_EPOCH),
     ],
-    "pairs": [(2, FSDP, 3, {"sampler": "pairs"}, {}), (1, FSDP, 0, {"sampler": "pairs"}, ONE_EPOCH)],
+    "pairs": [
+        (2, FSDP, 3, {"sampler": "pairs"}, {"use_distributed_sampler": False}),
+        (1, FSDP, 0, {"sampler": "pairs", "batch_size": 4}, ONE_EPOCH),
+    ],
     "stream": [
         (2, FSDP, 3, {"sampler": "stream"}, {}),
         (1, FSDP, 0, {"batch_size": 4, "sampler": "stream"}, ONE_EPOCH),

@@ -1,4 +1,4 @@
-"""DataLoaders that Lightning makes again with a sampler for each rank. Oracle: what one process reads."""
+"""DataLoaders on ranks. Oracle: what one process reads without a strategy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rows(Dataset[Any]):
 class Net(pl.LightningModule):
     """Notes the rows of its batches."""
 
-    def __init__(self, kind: str = "few") -> None:
+    def __init__(self, kind: str = "rows") -> None:
         super().__init__()
         self.kind = kind
         self.layers, self.seen = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), list[list[float]]()
@@ -58,41 +58,66 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        return LOADERS[self.kind](4 // self.trainer.world_size)
+        if self.kind == "dealt":
+            dealt = DistributedSampler(Rows(), shuffle=False, **self.trainer.distributed_sampler_kwargs)
+            return DataLoader(Rows(), batch_sampler=BatchSampler(dealt, 2, drop_last=False))
+        return LOADERS[self.kind]()
 
 
-def drawn() -> RandomSampler:
-    return RandomSampler(Rows(), True, 40, torch.Generator().manual_seed(5))
+def drawn(**options: Any) -> RandomSampler:
+    return RandomSampler(Rows(), generator=torch.Generator().manual_seed(5), **options)
 
 
-LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
-    "rows": lambda size: DataLoader(Rows(), batch_sampler=BatchSampler(range(3, 11), size, drop_last=False)),
-    "few": lambda size: DataLoader(
-        Rows(), batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False)
-    ),
-    "drawn": lambda size: DataLoader(Rows(), batch_size=size, sampler=drawn()),
-    "shuffled": lambda size: DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 4, drop_last=False)),
+class LoadsBatches(DataLoader[Any]):
+    """Reads a batch at once, as loaders of scvi-tools do; another sampler is one of samples."""
+
+    def __init__(self, dataset: Any, batch_size: int = 4, sampler: Any = None, **options: Any) -> None:
+        if sampler is None:
+            sampler, options["batch_size"] = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False), None
+        super().__init__(dataset, sampler=sampler, **options)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "rows": lambda: DataLoader(Rows(), batch_sampler=BatchSampler(range(3, 11), 4, drop_last=False)),
+    "drawn": lambda: DataLoader(Rows(), batch_size=4, sampler=drawn(replacement=True, num_samples=40)),
+    "shuffled": lambda: DataLoader(Rows(), batch_sampler=BatchSampler(drawn(), 4, drop_last=False)),
+    "batches": lambda: LoadsBatches(Rows()),
 }
-"""By the size of the batches of a rank."""
+"""Of each of these, Lightning would make one with other samples or batches."""
+
+
+def see(strategy: Any, kind: str, **options: Any) -> list[list[float]]:
+    pl.seed_everything(3, verbose=False)
+    tiny.trainer(strategy, max_epochs=1, limit_val_batches=0, **options).fit(module := Net(kind))
+    return module.seen
 
 
 def see_each(strategy: Any) -> dict[str, list[list[float]]]:
-    found = {}
-    for kind in LOADERS:
-        pl.seed_everything(3, verbose=False)
-        tiny.trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module := Net(kind))
-        found[kind] = module.seen
-    return found
+    return {kind: see(strategy, kind) for kind in LOADERS}
 
 
-def test_samplers_that_a_loader_was_given_give_on_ranks_what_they_give_on_one_process() -> None:
-    (alone,) = run_ranks(1, see_each, "auto")
-    for rank, found in enumerate(run_ranks(2, see_each, {})):
-        for kind in ("rows", "few"):
-            assert found[kind] == [batch[rank::2] for batch in alone[kind]], kind
-        assert [len(batch) for batch in found["drawn"]] == [2] * len(alone["drawn"]) == [2] * 10, "as many as are drawn"
-        rows = [row for batch in found["shuffled"] for row in batch]
-        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]
+def test_a_loader_with_samples_of_its_own_reads_on_one_process_what_it_reads_without_a_strategy() -> None:
+    alone, sharded = run_ranks(1, see_each, "auto"), run_ranks(1, see_each, {})
+    assert alone == sharded and len(alone[0]["drawn"]) == 10
+    assert alone[0]["batches"] == [[float(4 * n + k) for k in range(4)] for n in range(4)]
+
+
+def see_on_ranks() -> list[list[list[float]]]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
+    fabric.launch()
+    for kind, make in LOADERS.items():
+        with pytest.raises(UnsupportedCodeError, match="cannot divide among 2 ranks"):
+            see({}, kind)
+        with pytest.raises(UnsupportedCodeError, match="cannot divide among 2 ranks"):
+            fabric.setup_dataloaders(make())
+        fabric.setup_dataloaders(make(), use_distributed_sampler=False)
+    return [see({}, "dealt"), see({}, "batches", use_distributed_sampler=False)]
+
+
+def test_on_several_ranks_it_is_refused_unless_each_rank_has_its_samples() -> None:
+    (alone,) = run_ranks(1, see, "auto", "batches")
+    for rank, (dealt, same) in enumerate(run_ranks(2, see_on_ranks)):
+        assert dealt == [batch[rank::2] for batch in alone] and same == alone
 
 
 # ── ranks with other numbers of batches ─────────────────────────────────────────────────────────────────────────────
@@ -149,30 +174,3 @@ def test_streams_of_unequal_length_are_refused_where_ranks_step_together_and_rep
     calls["hsdp"] = (4, evaluate, "test", {**replicas, "data_parallel_shard_size": 2}, False)
     found = run_each(calls)
     assert (found["replicas"], found["hsdp"]) == ([2, 4], [2, 2, 4, 4])
-
-
-class LoadsBatches(DataLoader[Any]):
-    """Reads a batch at once, as loaders of scvi-tools do; another sampler is one of samples."""
-
-    def __init__(self, dataset: Any, batch_size: int = 4, sampler: Any = None, **options: Any) -> None:
-        if sampler is None:
-            sampler, options["batch_size"] = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False), None
-        super().__init__(dataset, sampler=sampler, **options)
-
-
-def train_on_batches_of_batches() -> list[Any]:
-    with pytest.raises(UnsupportedCodeError, match="puts the batches of its sampler into batches of 1"):
-        tiny.trainer({}, max_epochs=1).fit(Net(), LoadsBatches(Rows()))
-    module = Net()
-    tiny.trainer({}, max_epochs=1, use_distributed_sampler=False).fit(module, LoadsBatches(Rows()))
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
-    fabric.launch()
-    with pytest.raises(UnsupportedCodeError, match="puts the batches of its sampler"):
-        fabric.setup_dataloaders(LoadsBatches(Rows()))
-    return module.seen
-
-
-def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
-    """Its batches would have another shape than on one process, of which a loss that is a mean tells nothing."""
-    batches = [[float(4 * n + k) for k in range(4)] for n in range(4)]
-    assert run_ranks(2, train_on_batches_of_batches) == [batches, batches]

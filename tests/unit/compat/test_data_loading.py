@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +17,7 @@ from torch.utils.data import (
 )
 
 from lightning_shardckpt.compat import data_loading as compat
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 
 class Reversed:
@@ -61,7 +61,6 @@ SUBSET = SubsetRandomSampler(range(0, 22, 2), generator=GENERATOR)
 KINDS: dict[str, Any] = {
     "shuffled": lambda **place: DistributedSampler(range(11), seed=3, **place),  # type: ignore[arg-type]
     "in order": lambda **place: DistributedSampler(range(11), shuffle=False, **place),  # type: ignore[arg-type]
-    "even": lambda **place: DistributedSampler(range(11), drop_last=True, **place),  # type: ignore[arg-type]
     "wrapped": lambda **place: DistributedSamplerWrapper(SUBSET, **place),
 }
 
@@ -77,39 +76,67 @@ def test_order_is_what_the_ranks_give_in_turns(kind: str, ranks: int) -> None:
         parts.append(list(sampler))
         GENERATOR.manual_seed(0)
         orders.append(compat.order_of_all_ranks(sampler))
-        assert compat.is_strided(sampler) and (sampler.num_replicas, sampler.rank) == (ranks, rank)
+        assert (sampler.num_replicas, sampler.rank) == (ranks, rank)
     in_turns = [index for step in zip(*parts, strict=True) for index in step][:11]
     assert sorted(set(orders[0])) == sorted(orders[0]) and len(orders[0]) == 11
     assert orders == [orders[0]] * ranks and orders[0][: len(in_turns)] == in_turns
 
 
+def loader(sampler: Any = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(4), sampler=sampler, **options)  # type: ignore[arg-type]  # a Sequence does
+
+
+class Other(DistributedSampler[Any]):
+    pass
+
+
+class Batches(BatchSampler):
+    pass
+
+
+class Random(RandomSampler):
+    pass
+
+
+PLACE: Any = {"dataset": range(4), "num_replicas": 2, "rank": 0}
+
+
 def test_samplers_that_may_do_otherwise_are_not_known() -> None:
-    class Other(DistributedSampler[Any]):
-        pass
+    dealt = DistributedSampler(**PLACE)
+    assert compat.deals_samples(loader(dealt)) and compat.deals_samples(loader(dealt, batch_size=2))
+    assert compat.deals_samples(loader(batch_sampler=BatchSampler(dealt, 2, False)))
+    for other in (
+        loader(),
+        loader(Other(**PLACE)),
+        loader(DistributedSampler(**PLACE, drop_last=True)),
+        loader(dealt, batch_size=None),
+        loader(batch_sampler=Batches(dealt, 2, False)),
+    ):
+        assert not compat.deals_samples(other)
 
-    class Batches(BatchSampler):
-        pass
 
-    plain: Any = SequentialSampler(range(4))
-    assert not compat.is_strided(Other(range(4), 2, 0)) and not compat.is_strided(plain)  # type: ignore[arg-type]
-    assert not compat.makes_plain_batches(Batches(plain, 2, False))
-    assert compat.makes_plain_batches(BatchSampler(plain, 2, False)) and compat.makes_plain_batches(None)
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [
+        (loader(batch_sampler=BatchSampler(range(4), 2, False)), "batches of the BatchSampler that it was given"),
+        (loader(batch_sampler=Batches(range(4), 2, False)), "batches of the Batches that"),
+        (loader(Batches(range(4), 2, False), batch_size=None), "batches of the Batches that"),
+        (loader(RandomSampler(range(4), num_samples=2)), "samples of a RandomSampler that may not"),
+        (loader(RandomSampler(range(4), replacement=True)), "samples of a RandomSampler"),
+        (loader(Random(range(4))), "samples of a Random that"),
+        (loader(SequentialSampler(range(2))), "samples of a SequentialSampler"),
+    ],
+)
+def test_a_loader_of_which_lightning_would_make_another_stays_on_one_rank_alone(kept: Any, what: str) -> None:
+    assert compat.keeps_samplers(kept, 1)
+    with pytest.raises(UnsupportedCodeError, match=rf"{what}.*cannot divide among 2 ranks"):
+        compat.keeps_samplers(kept, 2)
 
 
-def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() -> None:
-    """Without, it gives batches of one, and all rows of the dataset."""
-    rows, few = range(8), RandomSampler(range(8), num_samples=4)
-    given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(6)), 3, drop_last=False))  # type: ignore[arg-type]
-    drawn, whole = DataLoader(rows, sampler=few), DataLoader(rows, shuffle=True)  # type: ignore[arg-type]
-    before = [loader.sampler for loader in (given, drawn, whole)]
-    with compat.show_samplers(given), compat.show_samplers(drawn), compat.show_samplers(whole):
-        again = _update_dataloader(given, given.sampler)
-        assert len(drawn.sampler) == 4 and not isinstance(drawn.sampler, RandomSampler)  # type: ignore[arg-type]
-        assert isinstance(whole.sampler, RandomSampler), "Lightning may distribute the dataset"
-    assert compat.makes_plain_batches(again.batch_sampler)
-    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in given] == [[0, 1, 2], [3, 4, 5]]
-    assert [loader.sampler for loader in (given, drawn, whole)] == before, "for others, the loaders are what they were"
-    assert type(given.batch_sampler) is BatchSampler
+def test_other_loaders_are_made_again_unless_a_distributed_sampler_is_inside() -> None:
+    for again in (loader(), loader(shuffle=True), loader(SUBSET), loader(batch_size=None), [1, 2]):
+        assert not compat.keeps_samplers(again, 2)
+    assert compat.keeps_samplers(loader(batch_sampler=Batches(DistributedSampler(**PLACE), 2, False)), 2)
 
 
 @pytest.mark.parametrize("own", [None, GENERATOR], ids=["of the process", "its own generator"])

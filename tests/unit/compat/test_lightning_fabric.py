@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat import lightning_fabric as compat
 from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric, override_methods
@@ -69,37 +69,16 @@ def test_a_backward_is_allowed_only_within() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def batches_of_given() -> list[list[list[int]]]:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy())
-    fabric.launch()  # calls show_samplers_of
-    torch.manual_seed(fabric.global_rank)
-    rows: Any = range(16)
-    given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=False))
-    drawn = DataLoader(rows, batch_size=2, sampler=RandomSampler(rows, num_samples=8))
-    first, second = fabric.setup_dataloaders(given, drawn)
-    assert type(given.batch_sampler) is BatchSampler, "for others, the loader is what it was"
-    return [[batch.tolist() for batch in loader] for loader in (first, second)]
-
-
 def test_fabric_is_what_it_was_when_the_last_strategy_is_gone() -> None:
     before, first, second = Fabric._setup_dataloader, ShardedStrategy(), ShardedStrategy()
-    compat.show_samplers_of(first)
-    compat.show_samplers_of(second)
+    compat.keep_samplers_of(first)
+    compat.keep_samplers_of(second)
     del first
     gc.collect()
     assert Fabric._setup_dataloader is not before
     del second
     gc.collect()
     assert Fabric._setup_dataloader is before
-
-
-def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None:
-    """Without show_samplers_of they give single samples, all rows of the dataset, and halves of two draws."""
-    drawn = list[int]()
-    for rank, (given, few) in enumerate(run_ranks(2, batches_of_given)):
-        assert given == [[rank, 2 + rank], [4 + rank, 6 + rank]]
-        drawn += few[0] + few[1]
-    assert len(drawn) == len(set(drawn)) == 8
 
 
 # ── attributes of Lightning's objects are where `compat.torch_modules` looks for them ──────────────────────────

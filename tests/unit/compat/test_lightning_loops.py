@@ -18,7 +18,6 @@ from tests.support.tiny import EXECUTES
 
 def test_loaders_are_those_that_training_draws_from(tmp_path: Path) -> None:
     loader = batches(2)
-    assert compat.is_stateful(torch.nn.Linear(1, 1)) and not compat.is_stateful(loader)
     before = Asks("setup", lambda run: compat.train_loaders(run))
     during = Asks("on_train_start", lambda run: (compat.train_loaders(run), compat.cycles_loaders(run)))
     trainer(tmp_path, before, during).fit(BoringModel(), loader)
