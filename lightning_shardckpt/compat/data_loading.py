@@ -5,7 +5,6 @@ Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6."""
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -113,7 +112,10 @@ def draw_orders_by_epoch(loader: object) -> None:
     The generators of the process, and the sampler's own ``generator``, are seeded while it draws, and restored then. So
     ranks whose generators are in different states draw the same order, and a resumed run draws that of its epoch again.
     Does nothing for other samplers. Relies on ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls
-    first, and draws the items of ``dataset``.
+    first, and which draws the items of ``dataset``.
+
+    Raises:
+        UnsupportedCodeError: for a sampler that draws another order from the same states.
     """
     sampler = sampler_of(loader)
     if type(sampler) is not DistributedSamplerWrapper:
@@ -121,26 +123,26 @@ def draw_orders_by_epoch(loader: object) -> None:
     dataset: Any = sampler.dataset
 
     def reset() -> None:
-        generator = own_generator(sampler)
+        generator, seed = own_generator(sampler), zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())
         own = None if generator is None else generator.get_state()
-        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+        with seed_temporarily(seed):
             if generator is not None:
-                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
+                generator.manual_seed(seed)
             type(dataset).reset(dataset)
-        try:
-            dataset.checksum = zlib.crc32(array("q", [*dataset]))
-        except TypeError:  # its items are not integers
-            dataset.checksum = None
         if generator is not None and own is not None:
             generator.set_state(own)
 
+    def draw() -> list[Any]:
+        reset()
+        return [*dataset]
+
     dataset.reset = reset
-
-
-def order_checksum(sampler: object) -> int | None:
-    """Return the checksum of the order that the user's sampler drew last; None before, and if seed and epoch fix it."""
-    checksum: int | None = getattr(getattr(sampler, "dataset", None), "checksum", None)
-    return checksum if type(sampler) is DistributedSamplerWrapper else None
+    if draw() != draw():
+        raise UnsupportedCodeError(
+            f"{type(wrapped_sampler(sampler)).__name__} draws another order from generators in the same states, so "
+            "ranks and resumed runs would not read each sample once: draw from the generators of torch, numpy or "
+            "python, or from the sampler's own `generator`, or give the loader a DistributedSampler"
+        )
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:

@@ -210,33 +210,23 @@ def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
     return bool(begun and total["completed"] == total["processed"])
 
 
-def resume_validation(trainer: pl.Trainer) -> Callable[[], None]:
-    """Make a resumed run begin with the rest of a validation, at any position in its epoch; return the undo.
+def continue_validation(trainer: pl.Trainer) -> Callable[[], None]:
+    """Make a resumed run begin with the rest of an interrupted validation, anywhere in its epoch; return the undo.
 
-    Relies on ``_TrainingEpochLoop._should_check_val_fx`` and ``_EvaluationLoop.restarted_mid_evaluation``.
+    A validation that the checkpoint has done is skipped without drawing random numbers, although Lightning begins its
+    loaders. Relies on ``_TrainingEpochLoop._should_check_val_fx`` and, of ``_EvaluationLoop``, on
+    ``restarted_mid_evaluation`` and ``increment_progress_to_evaluation_end``.
     """
-    loop = trainer.fit_loop.epoch_loop
-    original = loop._should_check_val_fx
+    loop, validation, undo = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, ExitStack()
+    is_due, skip = loop._should_check_val_fx, validation.increment_progress_to_evaluation_end
 
-    return override_methods(
-        loop, _should_check_val_fx=lambda fetcher: loop.val_loop.restarted_mid_evaluation or original(fetcher)
-    )
+    def should_validate(fetcher: Any) -> bool:
+        return validation.restarted_mid_evaluation or is_due(fetcher)
 
-
-def skip_validation_without_draws(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep the random state when a resumed run skips a validation that its checkpoint has done; return the undo.
-
-    Lightning begins the loaders of that validation, which draws numbers. Relies on
-    ``_EvaluationLoop.increment_progress_to_evaluation_end``.
-    """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    original = loop.increment_progress_to_evaluation_end
-
-    def skip() -> None:
-        with preserve_rng(every_device=True):
-            original()
-
-    return override_methods(loop, increment_progress_to_evaluation_end=skip)
+    undo.callback(override_methods(loop, _should_check_val_fx=should_validate))
+    skip_alone = preserve_rng(every_device=True)(skip)
+    undo.callback(override_methods(validation, increment_progress_to_evaluation_end=skip_alone))
+    return undo.close
 
 
 def repeat_last_batch(fit_loop: dict[str, Any]) -> None:

@@ -62,13 +62,12 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
             return prepare(connector, dataloader, shuffle, mode)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         has_state = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-        distributes = trainer._accelerator_connector.use_distributed_sampler
-        if alone and mode == RunningStage.TRAINING and has_state:
-            return dataloader
-        if distributes and keeps_samplers(dataloader, trainer.world_size):
+        stays = alone and mode == RunningStage.TRAINING and has_state
+        if stays or (trainer.world_size == 1 and keeps_samplers(dataloader, 1)):
             return dataloader
         shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
-        return prepare(connector, dataloader, shuffle, mode)
+        made = prepare(connector, dataloader, shuffle, mode)
+        return dataloader if made is not dataloader and keeps_samplers(dataloader, trainer.world_size) else made
 
     return override_methods(connector, _prepare_dataloader=prepare_in_order)
 

@@ -34,20 +34,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
     deals_samples,
-    order_checksum,
     order_of_all_ranks,
     own_generator,
     replace_indices,
     sampler_of,
-    wrapped_sampler,
 )
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
-_OTHER_ORDER = (
-    "{sampler} drew another order for this epoch than in the interrupted run: the rest of this epoch repeats or omits "
-    "samples. Only the states of torch's, numpy's and python's generators, and of the sampler's own `generator`, are "
-    "restored. Resume from the end of an epoch, or draw from one of these."
-)
 _REPEATED = (
     "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
     "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
@@ -138,7 +131,7 @@ def _iterate(loader: Any) -> Iterator[Any]:
     with preserve_rng(every_device=True):
         iterator = _continue_stream(loader, position)
     _set_own_states(loader, position["own"])
-    return _draw_all(loader, iterator, position["checksum"])
+    return _draw_all(loader, iterator)
 
 
 def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPosition | None:
@@ -159,7 +152,7 @@ def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPositio
         used = (used - 1) % length + 1 if cycles else length
     begun, division, samples = progress.upcoming or progress.begun, _division_of(loader), _samples_of(loader)
     position = {**_sampling(loader), "batches": used, "samples": samples, "batch_size": batch_size_of(loader)}
-    position |= {key: begun.get(key) for key in ("epoch_start", "checksum")}
+    position["epoch_start"] = begun.get("epoch_start")
     if division is None or samples is None:
         return position
     before = begun.get("used", 0)
@@ -229,12 +222,6 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _warn_of_order(sampler: Any, expected: int | None) -> None:
-    """Warn if the sampler drew another order than that of a checksum; None if that is not known."""
-    if expected is not None and order_checksum(sampler) != expected:
-        warnings.warn(_OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler) or sampler).__name__), stacklevel=3)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -384,11 +371,9 @@ def _divide(loader: Any, progress: Progress, division: Division, position: Loade
     sampler = sampler_of(loader)
     order = order_of_all_ranks(sampler)
     batches, used = position.get("batches", 0), position.get("used", 0)
-    progress.begun, left = {"batches": batches, "used": used, "checksum": order_checksum(sampler)}, order[used:]
-    if sampler.rank == 0:
-        _warn_of_order(sampler, position.get("checksum") if position.get("samples") == len(order) else None)
-        if batches and (repeated := division.repeats(len(left))):
-            warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
+    progress.begun, left = {"batches": batches, "used": used}, order[used:]
+    if sampler.rank == 0 and batches and (repeated := division.repeats(len(left))):
+        warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
     yield from division.deal(left, sampler.rank)
 
 
@@ -411,7 +396,7 @@ def _position_of_stream(loader: Any, progress: Progress, used: int | None) -> Lo
     position = unused[0][1] if unused else _current_position(loader, progress)
     draws = any(one.get("draws_random_numbers", False) for _, one in unused) if progress.has_state else None
     position["draws_random_numbers"] = progress.has_drawn if draws is None else draws
-    return position | {"checksum": order_checksum(sampler_of(loader))}
+    return position
 
 
 def _continue_stream(loader: Any, position: LoaderPosition) -> Iterator[Any]:
@@ -429,11 +414,8 @@ def _continue_stream(loader: Any, position: LoaderPosition) -> Iterator[Any]:
     return iterator
 
 
-def _draw_all(loader: Any, iterator: Iterator[Any], checksum: int | None = None) -> Iterator[Any]:
-    """Yield all batches, and compare the order of the interrupted iteration, by its checksum.
-
-    A draw that raises is kept, since the loader's state is unusable after it.
-    """
+def _draw_all(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield all batches. The record of a draw that raises is kept, since the loader's state is unusable after it."""
     progress: Progress = vars(loader)[_PROGRESS]
     watches = not getattr(loader, "num_workers", 0)  # workers have generators of their own
     while True:
@@ -447,6 +429,4 @@ def _draw_all(loader: Any, iterator: Iterator[Any], checksum: int | None = None)
         position["draws_random_numbers"] = watches and before != rng_checksum()
         progress.has_drawn |= progress.batches > 0 and position["draws_random_numbers"]
         progress.batches += 1
-        _warn_of_order(sampler_of(loader), checksum)
-        checksum = None
         yield batch

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import FormatError, StateError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ROOT = "base_model.model."  # the prefix of every tensor's name in PEFT's files
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES
-_SAVED = "modules_to_save"
 _BASE_LAYER = ".base_layer."
+_TENSOR = re.compile(r"((?:.*?\.)?)(lora_[^.]+|modules_to_save|trainable_tokens_delta)\.([^.]+)((?:\..*)?)")
 
 
 def added_names(live_names: Collection[str]) -> frozenset[str]:
@@ -41,30 +41,27 @@ def added_names(live_names: Collection[str]) -> frozenset[str]:
     return frozenset(n for n in beside if any(m in owners for m in accumulate(n.split("."), lambda a, b: f"{a}.{b}")))
 
 
-def _is_of_adapter(name: str, adapter: str) -> bool:
-    return any(part == adapter and _is_container(before) for before, part in pairwise(name.split(".")))
+def _adapter_and_name(name: str) -> tuple[str, str] | None:
+    """Return the adapter of a tensor, and its name in PEFT's files; None for a tensor of no adapter.
 
-
-def _is_container(part: str) -> bool:
-    return part.startswith("lora_") or part in (_SAVED, "trainable_tokens_delta")
-
-
-def _name_in_file(name: str, adapter: str) -> str:
-    """Return the name of an adapter's tensor in PEFT's files.
-
-    >>> _name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
-    'base_model.model.q_proj.lora_A.weight'
-    >>> _name_in_file("base_model.model.head.modules_to_save.default.dense.weight", "default")
-    'base_model.model.head.dense.weight'
+    >>> _adapter_and_name("base_model.model.q_proj.lora_A.default.weight")
+    ('default', 'base_model.model.q_proj.lora_A.weight')
+    >>> _adapter_and_name("base_model.model.head.modules_to_save.default.dense.weight")
+    ('default', 'base_model.model.head.dense.weight')
     """
-    before, saved, after = f".{name}".partition(f".{_SAVED}.{adapter}.")
-    if saved:
-        return f"{before[1:]}.{after}" if before else after
-    name = name.removesuffix(".weight") if name.endswith(f".lora_magnitude_vector.{adapter}.weight") else name
-    if name.endswith(f".{adapter}"):
-        return name.removesuffix(f".{adapter}")
-    owner, _, last = name.rpartition(".")
-    return f"{owner.removesuffix(f'.{adapter}')}.{last}"
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+        return None
+    before, kind, adapter, after = match.groups()
+    if kind == "modules_to_save":
+        return adapter, before + after[1:]
+    return adapter, before + kind + ("" if kind == "lora_magnitude_vector" else after)
+
+
+def _names_in_file(names: Collection[str], adapter: str) -> dict[str, str]:
+    """Return the name in a model by name in PEFT's files of the tensors of an adapter."""
+    found = ((name, _adapter_and_name(name)) for name in names)
+    return {short[1]: name for name, short in found if short is not None and short[0] == adapter}
 
 
 def live_names_in_file(live_names: Collection[str]) -> dict[str, str]:
@@ -75,9 +72,9 @@ def live_names_in_file(live_names: Collection[str]) -> dict[str, str]:
     >>> live_names_in_file(["base_model.model.q.lora_A.default.weight", "base_model.model.q.base_layer.bias"])
     {'base_model.model.q.lora_A.weight': 'base_model.model.q.lora_A.default.weight'}
     """
-    adapters = {part for name in live_names for before, part in pairwise(name.split(".")) if _is_container(before)}
+    adapters = {found[0] for found in map(_adapter_and_name, live_names) if found is not None}
     adapter = "default" if "default" in adapters else next(iter(adapters)) if len(adapters) == 1 else None
-    return {_name_in_file(n, adapter): n for n in live_names if _is_of_adapter(n, adapter)} if adapter else {}
+    return {} if adapter is None else _names_in_file(live_names, adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +107,15 @@ class Adapter:
                 "checkpoint into the model and call save_pretrained of PEFT."
             )
         local = {name.removeprefix(self.prefix): name for name in stored if name.startswith(self.prefix)}
-        names = {_name_in_file(name, self.name): name for name in local if _is_of_adapter(name, self.name)}
+        names = _names_in_file(local, self.name)
         if settings.get("bias") == "all":  # the base model's, trained in place
-            biases = (name for name in local if name.endswith(".bias"))
-            names |= {name: name for name in biases if not any(map(_is_container, name.split(".")))}
+            names |= {name: name for name in local if name.endswith(".bias") and _adapter_and_name(name) is None}
         elif settings.get("bias") == "lora_only":
             names |= {name: name for name in local if name.endswith(".base_layer.bias")}
-        names |= {name: name for name in _embeddings(local, settings)}
+        if settings.get("trainable_token_indices") is None:  # PEFT saves embeddings that may have been resized
+            adapted = (name for name in local if name.partition(_BASE_LAYER)[0].rpartition(".")[2] in _EMBEDDINGS)
+            names |= {name: name for name in adapted if _BASE_LAYER in name}
         return {self.root + name: local[names[name]] for name in sorted(names)}
-
-
-def _embeddings(names: Collection[str], settings: Mapping[str, Any]) -> Iterable[str]:
-    """Return the weights of adapted embeddings: PEFT saves them with the adapter, since they may have been resized."""
-    wrapped = {name: name.partition(_BASE_LAYER)[0] for name in names if _BASE_LAYER in name}
-    wrapped = {name: owner for name, owner in wrapped.items() if owner.rpartition(".")[2] in _EMBEDDINGS}
-    targets = settings.get("target_modules")
-    if settings.get("trainable_token_indices") is not None or not wrapped:
-        return []
-    if not isinstance(targets, str):
-        return wrapped if isinstance(targets, list) and not set(_EMBEDDINGS).isdisjoint(map(str, targets)) else []
-    try:
-        is_target = any(re.fullmatch(targets, owner.removeprefix(ROOT)) for owner in wrapped.values())
-    except re.error as error:
-        raise FormatError(f"target_modules {shown(targets)} is not a regular expression: {error}") from None
-    return wrapped if is_target else []
 
 
 def adapters_to_json(adapters: Iterable[Adapter]) -> dict[str, Any]:
@@ -187,13 +169,8 @@ def _config_text(wrapped: Any, adapter: str) -> str:
 
 def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     """Return the names among ``names``, canonical names of a module's tensors, that belong to an adapter."""
-    wrapped = [(prefix, list(model.peft_config)) for prefix, model in wrapped_models(module)]
-    return frozenset(
-        name
-        for prefix, adapters in wrapped
-        for name in names
-        if name.startswith(prefix) and any(_is_of_adapter(name.removeprefix(prefix), one) for one in adapters)
-    )
+    inside = tuple(prefix for prefix, _ in wrapped_models(module))
+    return frozenset(name for name in names if inside and name.startswith(inside) and _adapter_and_name(name))
 
 
 def alters_base(wrapped: Any) -> bool:

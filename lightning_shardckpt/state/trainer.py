@@ -146,11 +146,8 @@ def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.
 
     Averages of sharded weights are restored sharded like the weights, without gathering.
     """
-    for name in fqns_of(key):
-        tensor = live.get(name)
-        if isinstance(tensor, DTensor) and tuple(tensor.shape) == shape:
-            return tensor
-    return None
+    named = (live.get(name) for name in fqns_of(key))
+    return next((tensor for tensor in named if isinstance(tensor, DTensor) and tuple(tensor.shape) == shape), None)
 
 
 def fqns_of(key: str) -> Iterator[str]:

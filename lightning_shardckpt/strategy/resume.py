@@ -28,13 +28,12 @@ from lightning_shardckpt.compat.lightning_loops import (
     batches_drawn,
     begin_loaders,
     begin_next_epoch,
+    continue_validation,
     cycles_loaders,
     ends_within_epoch,
     is_accumulating,
     is_batch_begun,
     is_validation_interrupted,
-    resume_validation,
-    skip_validation_without_draws,
     take_back_step,
     train_loaders,
     would_validate,
@@ -251,7 +250,7 @@ def resume_training(
     undo, same_data = ExitStack(), saved.data_size == share.data_size
     if batches:
         resume_epoch_callbacks(trainer)
-    undo.callback(resume_validation(trainer) if validates else skip_validation_without_draws(trainer))
+    undo.callback(continue_validation(trainer))
     loaders = train_loaders(trainer)
     pairs, in_epoch, inexact = [*zip(loaders, positions, strict=False)], bool(batches) and not is_over, list[str]()
     if in_epoch:

@@ -152,7 +152,7 @@ def test_what_an_exception_interrupted_is_seen_in_the_state_of_the_loop_and_goes
     compat.repeat_last_batch(state)
     assert not state["epoch_loop.batch_progress"]["is_last_batch"]
     trained, validated = (Asks(f"on_{name}_batch_start", lambda run: 1) for name in ("train", "validation"))
-    go_on = Asks("on_train_start", lambda run: compat.resume_validation(run))
+    go_on = Asks("on_train_start", lambda run: compat.continue_validation(run))
     # five batches of training, so that the validation is not due where the run goes on
     trainer(tmp_path, go_on, trained, validated, **options).fit(
         BoringModel(), batches(5), batches(3), ckpt_path=str(path), **EXECUTES
@@ -181,7 +181,7 @@ def test_a_validation_that_was_done_is_skipped_without_drawing_random_numbers(tm
     trainer(tmp_path, save, **options | {"max_steps": 2}).fit(BoringModel(), batches(4), batches(1))
 
     def go_on(run: pl.Trainer) -> None:
-        compat.skip_validation_without_draws(run)
+        compat.continue_validation(run)
         states.append(torch.get_rng_state())
 
     first = Asks("on_train_batch_start", lambda run: states.append(torch.get_rng_state()))
