@@ -43,7 +43,7 @@ from lightning_shardckpt.format.index import (
     root_to_json,
 )
 from lightning_shardckpt.format.layout import as_holders
-from lightning_shardckpt.format.plan import Piece, TensorBytes, check_cover, plan_save, table_digest
+from lightning_shardckpt.format.plan import Piece, check_cover, plan_save, table_digest
 from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
@@ -166,7 +166,7 @@ class Content:
     tensors: dict[int, torch.Tensor]
     documents: dict[str, tuple[str, bytes]]
     shared: Digests
-    contents: dict[str, Callable[[str], TensorBytes]]
+    contents: dict[str, Callable[[str], memoryview]]
 
 
 class SaveJob:
@@ -315,7 +315,7 @@ class SaveJob:
         plan, save_id = content.plan, agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
 
-        def stage(component: str, piece: Piece) -> TensorBytes:
+        def stage(component: str, piece: Piece) -> memoryview:
             made = content.contents.get(component)
             return host_bytes(content.tensors[id(piece)]) if made is None else made(piece.key)
 

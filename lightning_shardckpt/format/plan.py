@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
@@ -35,14 +35,6 @@ SPLIT_BYTES = 16 * 1024
 """A shard is divided among its replicas if each gets at least this much; one replica writes a smaller shard."""
 
 Tensors = Mapping[str, TensorSpec]
-
-
-class TensorBytes(Protocol):
-    """The row-major bytes of a tensor, such as a memoryview. They are sliced once, from first to last."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)

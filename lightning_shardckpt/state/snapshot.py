@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.format.plan import TensorBytes
-
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
@@ -47,4 +45,4 @@ class Snapshot:
     documents: dict[str, Any]
     notes: tuple[str, ...] = ()
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-    contents: dict[str, Callable[[str], TensorBytes]] = field(default_factory=dict)
+    contents: dict[str, Callable[[str], memoryview]] = field(default_factory=dict)

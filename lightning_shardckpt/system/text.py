@@ -7,18 +7,15 @@ from contextlib import contextmanager
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size in binary units, with about three digits.
+    """Return a size in binary units.
 
     >>> size_text(980), size_text(3 << 20), size_text(1536)
-    ('980 B', '3.00 MiB', '1.50 KiB')
+    ('980 B', '3.0 MiB', '1.5 KiB')
     """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value, units = nbytes / 1024, ("KiB", "MiB", "GiB", "TiB", "PiB")
-    unit = 0
-    while value >= 1000 and unit < len(units) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {units[unit]}"
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.{0 if units[0] == 'B' else 1}f} {units[0]}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -27,7 +24,7 @@ def shape_text(shape: Sequence[int]) -> str:
     >>> shape_text((3, 4)), shape_text(())
     ('3 × 4', 'scalar')
     """
-    return " × ".join(map(str, shape)) if shape else "scalar"
+    return " × ".join(map(str, shape)) or "scalar"
 
 
 def list_some(texts: Sequence[str], most: int = 10, between: str = ", ") -> str:
@@ -50,36 +47,24 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[str] = ("size",),
-    *,
-    limit: int | None = None,
-    noun: str = "",
-    hint: str = "--tensors '*' lists them",
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("size",), *, limit: int | None = None
 ) -> str:
     """Return lines with aligned columns; the columns named in ``right`` are right-aligned.
 
     Of more than ``limit`` rows, the first are shown, and a last line counts the others and tells how to list them.
 
-    >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B"), ("d", "8 B")], limit=2, noun="file"))
+    >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B"), ("d", "8 B")], limit=2))
     name  size
     a     10 B
     bc     9 B
-    … and 1 more file: --tensors '*' lists them
+    … and 1 more: --tensors '*' lists them
     """
-    more = 0 if limit is None else max(len(rows) - limit, 0)
-    rows = [[one_line(cell) for cell in row] for row in rows[:limit]]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(row, widths, header, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    if more:
-        lines.append(f"… and {count_text(more, f'more {noun}') if noun else f'{more:,} more'}: {hint}")
+    shown = [header, *([one_line(cell) for cell in row] for row in rows[:limit])]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    sides = [">" if name in right else "<" for name in header]
+    lines = ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in shown]
+    if len(shown) <= len(rows):
+        lines.append(f"… and {len(rows) + 1 - len(shown):,} more: --tensors '*' lists them")
     return "\n".join(lines)
 
 

@@ -139,12 +139,11 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t)) for t in report["tensors"]
     ]
     files = [(f["name"], str(f["rank"]), size_text(f["bytes"])) for f in report["files"]]
-    hint = "--tensors '*' lists them, --tensors PATTERN picks"
     blocks = [
         "\n".join(f"{name:<12}{value}" for name, value in lines),
         table(("component", "tensors", "aliases", "size", "dtypes"), components, ("tensors", "aliases", "size")),
-        table(("tensor", "dtype", "shape", "size", "cut"), tensors, limit=limit, noun="tensor", hint=hint),
-        table(("file", "rank", "size"), files, ("rank", "size"), limit=limit, noun="file"),
+        table(("tensor", "dtype", "shape", "size", "cut"), tensors, limit=limit),
+        table(("file", "rank", "size"), files, ("rank", "size"), limit=limit),
     ]
     return "\n\n".join(blocks)
 

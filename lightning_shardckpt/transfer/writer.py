@@ -14,7 +14,7 @@ from lightning_shardckpt.format.index import (
     rank_index_to_json,
     shard_file_name,
 )
-from lightning_shardckpt.format.plan import Piece, TensorBytes, split_into_files
+from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.safetensors_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.format.value_checks import checksum, checksum_blocks
 from lightning_shardckpt.storage.protocol import Draft
@@ -26,8 +26,8 @@ _BLOCKS = (
     96  # halves, thirds, quarters … of a shard are whole blocks, so that a reshard reads little more than it needs
 )
 
-StagePiece = Callable[[Piece], TensorBytes]
-"""Returns the bytes of a piece; a memoryview is valid until it is released."""
+StagePiece = Callable[[Piece], memoryview]
+"""Returns the bytes of a piece, which are valid until they are released."""
 
 
 def block_bytes(nbytes: int) -> int:
@@ -106,7 +106,7 @@ def _content(
         block, sums = block_bytes(nbytes), list[str]()
         step = max(_PART // block, 1) * block
         for at in range(0, nbytes, step):
-            part = data if isinstance(data, memoryview) and nbytes <= step else data[at : at + step]
+            part = data[at : at + step]
             sums.append(checksum_blocks(part, block))
             yield part
         entry = ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums))
