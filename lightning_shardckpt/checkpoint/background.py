@@ -17,7 +17,7 @@ from functools import partial
 from lightning_shardckpt.distributed.ranks import ErrorReport, Ranks, rebuild_error, report_error
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.state.tensor_bytes import HostMemory
-from lightning_shardckpt.system.threads import WRITERS, NoThreadError, Worker
+from lightning_shardckpt.system.threads import WRITERS, NoThreadError, start_thread
 
 _CHECK_S = 1.0  # between two checks that the thread is alive
 
@@ -45,7 +45,7 @@ class Background:
         self.lock = threading.RLock()  # reentrant: a signal handler may save
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
         self._jobs = deque[Callable[[], None]]()
-        self._writer: Worker | None = None
+        self._writer: threading.Thread | None = None
         self._last: Future[None] | None = None  # of the last save
         self._is_pending = False  # until ``settle`` has collected its outcome
         self._notes: list[str] = []
@@ -169,7 +169,7 @@ class Background:
         return notes
 
     def _is_alive(self) -> bool:
-        return self._writer is not None and self._writer.is_running()
+        return self._writer is not None and self._writer.is_alive()
 
     def _put(self, path: str, job: Callable[[], None]) -> None:
         WRITERS.add(self)
@@ -177,9 +177,9 @@ class Background:
             self._jobs.append(job)
             if self._writer is not None:
                 return
-            self._writer = Worker(self._run, name="shardckpt-writer")
+            self._writer = threading.Thread(target=self._run, name="shardckpt-writer")
         try:
-            self._writer.start()
+            start_thread(self._writer)
         except NoThreadError as error:  # run here, since the other ranks wait for this one
             self._notes.append(f"training waited for {path!r} to be written: {error}")
             self._run()

@@ -44,7 +44,7 @@ from lightning_shardckpt.compat.torch_distributed import (
 from lightning_shardckpt.errors import RankError, ShardCkptError
 from lightning_shardckpt.system.host import TUNING, Tuning, host_id, start_time
 from lightning_shardckpt.system.text import one_line
-from lightning_shardckpt.system.threads import NoThreadError, Worker
+from lightning_shardckpt.system.threads import NoThreadError, start_thread
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone
@@ -107,7 +107,7 @@ class World:
         self._logged: str | None = None
         self._has_left = False
         self._running = threading.Lock()  # held until `end`; taken and released in one step each
-        self._thread = Worker(lambda: None, name="shardckpt-watch", daemon=True)
+        self._thread = threading.Thread()
 
     @property
     def lost(self) -> str | None:
@@ -134,9 +134,10 @@ class World:
         if not self._running.locked() and not self._has_left:
             assert dist.group.WORLD is not None
             self._running.acquire()
-            self._thread = Worker(partial(self._watch, ref(dist.group.WORLD)), name="shardckpt-watch", daemon=True)
+            watch = partial(self._watch, ref(dist.group.WORLD))
+            self._thread = threading.Thread(target=watch, name="shardckpt-watch", daemon=True)
             with suppress(NoThreadError):
-                self._thread.start()
+                start_thread(self._thread)
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -188,7 +189,8 @@ class World:
         """
         if self._running.locked():
             self._running.release()
-        self._thread.has_ended(_LEAVING_S)
+        if self._thread.ident is not None:
+            self._thread.join(_LEAVING_S)
         deadline = time.monotonic() + self.tuning.watch_s + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             if error is not None and (self.find_lost() if is_collective_failure(error) else self.lost) is None:
@@ -373,8 +375,10 @@ def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
     """
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    waits = Worker(partial(torch.get_device_module(device).synchronize, device), name="shardckpt-device", daemon=True)
+    wait = partial(torch.get_device_module(device).synchronize, device)
+    waits = threading.Thread(target=wait, name="shardckpt-device", daemon=True)
     with suppress(NoThreadError):
-        waits.start()
-    if not waits.has_ended(tuning.exception_agreement_s):
+        start_thread(waits)
+        waits.join(tuning.exception_agreement_s)
+    if waits.is_alive():
         abort_accelerators()

@@ -1,10 +1,5 @@
 """Threads with common rules for errors, interrupts and a lack of threads; the saves that they still write.
 
-``Worker`` runs one function; ``run_tasks`` shares tasks between the calling thread and others. The first error counts,
-including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped. It is raised in the calling
-thread after every thread has ended, even if that wait is interrupted: the caller may free files and memory that the
-threads use.
-
 Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``,
 which uses an Event, take a lock in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and
 the next taker waits forever (Python 3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an
@@ -63,70 +58,25 @@ def cores_per_rank() -> int:
     return max(len(os.sched_getaffinity(0)) // max(int(size) if size.isdecimal() else 1, 1), 1)
 
 
-# ── workers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread, with signals deferred.
 
-
-class Worker:
-    """A thread that calls ``work`` once.
-
-    Args:
-        work: the function to call.
-        name: the thread's name, which debuggers show.
-        daemon: let the interpreter exit while the thread runs.
+    Raises:
+        NoThreadError: if the system can't.
     """
-
-    def __init__(self, work: Callable[[], object], *, name: str, daemon: bool = False) -> None:
-        self._work, self._running, self._has_ended = work, threading.Lock(), False
-        self._running.acquire()  # until the work is done
-        self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
-
-    def start(self) -> None:
-        """Start the thread, with signals deferred.
-
-        Raises:
-            NoThreadError: if the system can't; then ``work`` does not run, and ``end`` returns at once.
-        """
-        with signals_deferred():
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                raise NoThreadError(str(error)) from error
-
-    def is_running(self) -> bool:
-        """Return True while the thread runs."""
-        return self._thread.is_alive()
-
-    def has_ended(self, timeout_s: float) -> bool:
-        """Wait for up to ``timeout_s``; return True if the work is done."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return self._has_ended
-
-    def end(self, on_interrupt: Callable[[BaseException], object]) -> None:
-        """Wait until the thread has ended, if it was started, and pass each interrupt meanwhile to ``on_interrupt``.
-
-        ``Thread.join`` is not enough: when interrupted, it regards the thread as ended (Python 3.11).
-        """
-        if self._thread.ident is None:
-            return
-        while not self._has_ended:
-            try:
-                with self._running:
-                    pass
-            except BaseException as error:
-                on_interrupt(error)
-        self._thread.join()
-
-    def _run(self) -> None:
+    with signals_deferred():
         try:
-            self._work()
-        finally:
-            self._has_ended = True
-            self._running.release()
+            thread.start()
+        except RuntimeError as error:
+            raise NoThreadError(str(error)) from error
 
 
 def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]], *, threads: int, name: str) -> None:
     """Do all tasks in the calling thread and others; return when every thread has ended.
+
+    The first error counts, including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped. It
+    is raised after every thread has ended, even if that wait is interrupted: the caller may free files and memory that
+    the threads use.
 
     Args:
         tasks: begun in this order; one thread at a time takes the next one.
@@ -151,15 +101,30 @@ def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]
         except BaseException as error:
             failures.append(error)
 
-    others = [Worker(work, name=name) for _ in range(threads - 1)]
+    def work_and_release(running: threading.Lock) -> None:
+        work()
+        running.release()
+
+    others = list[tuple[threading.Thread, threading.Lock]]()
     try:
-        for other in others:
-            other.start()
+        for _ in range(threads - 1):
+            running = threading.Lock()
+            running.acquire()  # until the work is done
+            thread = threading.Thread(target=work_and_release, args=(running,), name=name)
+            others.append((thread, running))
+            start_thread(thread)
         work()
     except BaseException as error:  # an interrupt, or a lack of threads
         failures.append(error)
-    for other in others:
-        other.end(failures.append)
+    for thread, running in others:
+        while thread.ident is not None and running.locked():
+            try:  # `join` alone is not enough: when interrupted, it regards the thread as ended (Python 3.11)
+                with running:
+                    pass
+            except BaseException as error:
+                failures.append(error)
+        if thread.ident is not None:
+            thread.join()
     if failures:
         try:
             raise failures[0]
