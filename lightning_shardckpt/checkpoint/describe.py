@@ -190,11 +190,6 @@ def mark_partly_loaded(
         object.__delattr__(item, _MARK)
 
 
-def is_partly_loaded(item: nn.Module | Optimizer) -> bool:
-    """Return True if a load of the object has failed after it changed some tensors, and no full load came since."""
-    return _mark_of(item) is not None
-
-
 def check_loaded(objects: Iterable[nn.Module | Optimizer]) -> None:
     """Refuse objects that are partly loaded.
 

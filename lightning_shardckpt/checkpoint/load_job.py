@@ -99,17 +99,19 @@ def decide(path: str, remedy: str, strict: bool, reports: Sequence[RankCompariso
         MismatchError: listing each difference once, if ``strict``.
     """
     problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
-    counted, listed = count_text(len(problems), "difference"), list_some(problems, _LISTED, "\n  ")
-    if problems and strict:
-        raise MismatchError(
-            f"cannot load {path!r} into this model: {counted}\n  {listed}\n"
-            f"{remedy} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
-        )
+    notes = list[str]()
+    if problems:
+        counted, listed = count_text(len(problems), "difference"), list_some(problems, _LISTED, "\n  ")
+        if strict:
+            raise MismatchError(
+                f"cannot load {path!r} into this model: {counted}\n  {listed}\n"
+                f"{remedy} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
+            )
+        notes.append(f"left as they are: {counted} between {path!r} and this model\n  {listed}")
     sources: dict[str, list[int] | None] = {}
     for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
         known = sources.get(group)
         sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
-    notes = [f"left as they are: {counted} between {path!r} and this model\n  {listed}"] if problems else []
     is_full = not problems and all(report["is_full"] for report in reports)
     return {"notes": notes, "is_full": is_full, "sources": sources}
 

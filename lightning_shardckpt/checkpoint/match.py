@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
-from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
+from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, parameter_names
+from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of, parameter_names
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.system.host import gc_paused
@@ -86,12 +86,10 @@ class LoadTargets:
             modules: of which ``module`` is made, by the prefix of their names; by default itself.
             is_changed: True if other code will change the entries before the module takes them.
         """
-        values = {name for name, value in state_dict.items() if is_value(name, value)}
-        tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
-        leaves, _ = model_leaves(tensors, module, whole)
+        leaves, values = model_leaves(state_dict, module, whole)
         names = parameter_names(module, whole) if optimizers is not None else {}
         hooks = LoadHooks.of({"": module} if modules is None else modules, state_dict, of_all=is_changed)
-        return cls(leaves, frozenset(map(clean_fqn, values)), optimizers, names, whole, hooks=hooks)
+        return cls(leaves, frozenset(values), optimizers, names, whole, hooks=hooks)
 
     @property
     def elsewhere(self) -> frozenset[str]:

@@ -140,7 +140,8 @@ def source_of_dicts(
     """
     leaves, documents = dict[str, Leaves](), dict[str, Any]()
     if state_dict is not None:
-        leaves["model"], documents["model"] = model_leaves(state_dict)
+        leaves["model"], values = model_leaves(state_dict)
+        documents["model"] = {key: encode_small(value, f"state_dict/{key}") for key, value in values.items()}
         documents["versions"] = versions_of(state_dict, encode_small)
     if "optimizer_states" in rest:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(rest.pop("optimizer_states"))

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
 from lightning_shardckpt.state.dtensor_layout import local_tensor
-from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import refuse_compound
 
@@ -85,7 +84,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 def model_leaves(
     state_dict: Mapping[str, Any], module: nn.Module | None = None, whole: WholeNames | None = None
 ) -> tuple[Leaves, dict[str, Any]]:
-    """Return the tensors of a state dict, and its other entries as JSON.
+    """Return the tensors of a state dict, and its other entries by canonical name.
 
     Args:
         state_dict: of the module, possibly changed by hooks; tensors may be DTensors.
@@ -103,7 +102,7 @@ def model_leaves(
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
         if is_value(key, value):
-            other[key] = encode_small(value, f"state_dict/{key}")
+            other[key] = value
             continue
         refuse_compound(value, f"model/{key}")
         tensors[key] = value

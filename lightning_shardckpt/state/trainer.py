@@ -78,7 +78,8 @@ def snapshot(
     leaves = {"trainer": Leaves({k: t for k, t in encoder.tensors.items() if isinstance(t, DTensor)})}
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
-        leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
+        leaves["model"], values = model_leaves(checkpoint["state_dict"], module, whole)
+        documents["model"] = {key: encode_small(value, f"state_dict/{key}") for key, value in values.items()}
         if module is None:  # buffers are not known
             statistics = frozenset(key for key in leaves["model"].tensors if _is_statistic(key))
             leaves["model"] = replace(leaves["model"], pinned=statistics)

@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation("the generator of NumPy is not restored", STATE, "system/random_generators.py",
              'np.random.set_state(state["numpy"])', "pass", ("unit/system/test_random_generators.py",)),
     Mutation("differences between checkpoint and model pass in silence", STATE, "checkpoint/load_job.py",
-             "if problems and strict:", "if False:",
+             "        if strict:\n", "        if False:\n",
              ("ranks/checkpoint/test_bad_input.py::"
               "test_all_differences_between_model_and_checkpoint_are_listed_at_once",)),
     Mutation("a module whose load failed goes on with half of it", STATE, "checkpoint/checkpoint.py",
