@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -28,17 +27,9 @@ class Wider(tiny.TinyLM):
         self.head = torch.nn.Linear(16, tiny.VOCABULARY + 1)
         self.mean = self.mean.long()
 
-
-class RemembersBefore(ShardCkptIO):
-    """Notes what a module has before something is loaded into it."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
-        self._module, self.before = module, dict[str, Any]()
-
-    def load_into(self, *args: Any, **kwargs: Any) -> Any:
-        self.before.update(tiny.full_state(self._module, []))
-        return super().load_into(*args, **kwargs)
+    def configure_optimizers(self) -> Any:
+        self.before = tiny.full_state(self, [])
+        return super().configure_optimizers()
 
 
 def load_other_model(strategy: dict[str, Any], path: str, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -46,11 +37,11 @@ def load_other_model(strategy: dict[str, Any], path: str, strict: bool) -> tuple
     pl.seed_everything(3)
     module, said = Wider(), ""
     module.strict_loading = strict
-    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, plugins=[io := RemembersBefore(module)])
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
     if strict:
         with pytest.raises(MismatchError) as error:
             run.fit(module, tiny.loader(), ckpt_path=path)
-        assert tiny.differences(io.before, tiny.full_state(module, [])) == []
+        assert tiny.differences(module.before, tiny.full_state(module, [])) == []
         return str(error.value), {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
