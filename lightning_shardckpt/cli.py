@@ -84,65 +84,53 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
     tools = parser.add_subcommands(title="tools")
 
-    def add(tool: str, help: str, description: str, *, json: bool = True, urls: bool = True) -> Callable[..., Any]:
-        own = ArgumentParser(description=description)
+    def add(tool: str, about: str, *, json: bool = True, urls: bool = True) -> Callable[..., Any]:
+        own = ArgumentParser(description=f"{about}.")
         if json:
             own.add_argument("--json", action="store_true", help="print everything, for programs")
         if urls:
             known = "for URLs, by fsspec's names: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
             own.add_argument("--storage_options", type=dict[str, Any] | None, metavar="OPTIONS", help=known)
-        tools.add_subcommand(tool, own, help=help)
+        tools.add_subcommand(tool, own, help=about)
         return own.add_argument
 
     path = {"type": str, "help": "the checkpoint: a directory or a URL"}
     names = "only tensors whose name matches this or has it, all of them: '*' lists long tables in full"
     tensors = {"type": str, "metavar": "PATTERN", "help": names}
 
-    inspect = add(
-        "inspect", "list the contents of a checkpoint", "Shows the content of a checkpoint. Reads its indexes only."
-    )
+    inspect = add("inspect", "lists the contents of a checkpoint; reads its indexes only")
     inspect("path", **path)
     inspect("--tensors", **tensors)
 
-    about = "Compares every byte of a checkpoint with the checksums of the save."
-    verify = add("verify", "check a checkpoint for damage", about)
+    verify = add("verify", "compares every byte of a checkpoint with the checksums of the save")
     verify("path", **path)
     verify("--quick", action="store_true", help="structure and sizes only")
 
-    about = "Prints digests of tensors, of components and of the whole, equal on every topology and in every format."
-    digest = add("digest", "print digests, which are equal for equal contents", about)
+    digest = add("digest", "prints digests of tensors and of the whole, equal on every topology and in every format")
     digest("path", type=str, help="the checkpoint, of any format that is read, or a URL")
     naming = "huggingface: the model as an export names and splits it"
     digest("--names", type=Literal["stored", "huggingface"], default="stored", help=naming)
     digest("--tensors", **tensors)
 
-    about = (
-        "Compares two checkpoints, which may have different topologies. Exit status: 0 if all tensors are the same, 1 "
-        "if some differ, 2 for trouble."
-    )
-    diff = add("diff", "list the differences of two checkpoints", about)
+    about = "lists the differences of two checkpoints; exit status: 0 if all tensors are the same, 1 if some differ, 2 "
+    diff = add("diff", f"{about}for trouble")
     diff("a", **path)
     diff("b", type=str, help="another one")
     diff("--tensors", **tensors)
 
-    about = "Draws which rank has which slice of every tensor, as one page for a browser."
-    page = add("map", "draw which rank has which slices", about, json=False)
+    page = add("map", "draws which rank has which slice of every tensor, as a page for a browser", json=False)
     page("path", **path)
     page("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
 
-    about = "Writes the mean of models as a checkpoint. The inputs may have any topologies and formats."
-    merge = add("merge", "average checkpoints", about, json=False)
+    merge = add("merge", "writes the mean of models, of any topologies and formats, as a checkpoint", json=False)
     merge("paths", type=str, nargs="+", help="checkpoints or URLs; with --last, the folder of a run")
     merge("-o", "--output", type=str, required=True, help="the new checkpoint, or its URL")
     merge("--weights", type=str, help="one for each path, such as 0.5,0.3,0.2; by default all the same")
     merge("--last", type=int | None, metavar="K", help="merge the last K checkpoints of the run")
     merge("--overwrite", action="store_true", help="replace an existing checkpoint")
 
-    about = (
-        "Runs a training straight, and resumed from its middle, and names what differs at the end. Exit status: 0 if "
-        "nothing differs, 1 if something does, 2 if a run fails."
-    )
-    prove = add("prove-resume", "check that a resumed training equals an uninterrupted one", about, urls=False)
+    about = "runs a training straight, and resumed from its middle, and names what differs at the end; exit status: 0 "
+    prove = add("prove-resume", f"{about}if nothing differs, 1 if something does, 2 if a run fails", urls=False)
     script = "after --: a training script and its arguments, or a program that starts one, such as torchrun"
     prove("command", type=str, nargs="+", help=script)
     prove("--steps", type=int, default=8, help="batches of training; half of them before the checkpoint")
@@ -151,11 +139,8 @@ def _parser() -> ArgumentParser:
     output = "a new folder for outputs and checkpoints; by default a temporary one, kept if the runs differ"
     prove("-o", "--output", type=str | None, help=output)
 
-    about = (
-        "Runs a command for each complete checkpoint of a training, while it goes on, and records the results in "
-        "evaluations.jsonl beside the checkpoints. Exit status: 0, or 1 if a command failed."
-    )
-    following = add("follow", "run a command for each checkpoint of a running training", about, json=False)
+    about = "runs a command for each checkpoint of a training, while it goes on, and records the results in "
+    following = add("follow", f"{about}evaluations.jsonl; exit status: 0, or 1 if a command failed", json=False)
     following("run_dir", type=str, help="the folder in which the training saves, or its URL")
     placeholder = "after --: a program and its arguments, in which {} becomes the path of the checkpoint"
     following("command", type=str, nargs="+", help=placeholder)
@@ -164,8 +149,8 @@ def _parser() -> ArgumentParser:
     interval = "between two looks for checkpoints; by default 5, for URLs 30"
     following("--interval", type=float | None, metavar="SECONDS", help=interval)
 
-    about = "Converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors."
-    export = add("consolidate", "export files for torch.load, safetensors, transformers", about, json=False)
+    about = "converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors"
+    export = add("consolidate", about, json=False)
     export("checkpoint_folder", **path)
     default = "by default the name of the checkpoint with '.consolidated' appended"
     export("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")

@@ -146,11 +146,6 @@ def seed_and_watch(seed: int) -> Callable[[int], bool]:
     return drew
 
 
-def draw_seed() -> int:
-    """Return a 31-bit seed drawn from torch's CPU generator."""
-    return int(torch.randint(1 << 31, ()))
-
-
 def _seed_torch(seed: int) -> None:
     """Seed like ``torch.manual_seed``, which spends over 1 ms on each absent device type."""
     torch.default_generator.manual_seed(seed)

@@ -167,22 +167,15 @@ def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> 
         yield read
 
 
-def _segments(request: Request, verify: bool, sizes: ReadSizes) -> Iterable[Segment]:
-    """Return the segments of a request, in order; none is larger than the window, except a single block."""
-    entry, (source, _, length, dims) = request.entry, request.runs
-    if length == entry.nbytes <= sizes.window:  # a fast path: most requests are for a small box
-        return (Segment(request, entry.begin, entry.begin + length),)
+def _segments(request: Request, verify: bool, sizes: ReadSizes) -> Iterator[Segment]:
+    """Yield the segments of a request, in order; none is larger than the window, except a single block."""
+    entry = request.entry
     block = entry.block if verify and entry.checksums else 1
-    ranges = _ranges(request, sizes.gap) if dims else ((source, source + length),)
-    return _cut(request, ranges, block, max(sizes.window // block, 1) * block)
-
-
-def _cut(request: Request, ranges: Iterable[tuple[int, int]], block: int, step: int) -> Iterator[Segment]:
-    begin, nbytes = request.entry.begin, request.entry.nbytes
-    for start, stop in ranges:
-        low, high = start // block * block, min(-(-stop // block) * block, nbytes)
+    step = max(sizes.window // block, 1) * block
+    for start, stop in _ranges(request, sizes.gap):
+        low, high = start // block * block, min(-(-stop // block) * block, entry.nbytes)
         for at in range(low, high, step):
-            yield Segment(request, begin + at, begin + min(at + step, high))
+            yield Segment(request, entry.begin + at, entry.begin + min(at + step, high))
 
 
 def _ranges(request: Request, gap: int) -> Iterator[tuple[int, int]]:

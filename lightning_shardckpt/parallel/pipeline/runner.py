@@ -34,7 +34,7 @@ from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, seed_and_watch
+from lightning_shardckpt.system.random_generators import preserve_rng, seed_and_watch
 
 LossOf = Literal["batch", "microbatch"]
 
@@ -215,7 +215,7 @@ class PipelineRunner:
             self.absent.check_hooks()
             count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
             checksum, digest = fingerprint_without_wait(step.batch)
-            return count, checksum, draw_seed()
+            return count, checksum, int(torch.randint(1 << 31, ()))
 
         rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group).tolist()
         count, _, seed = rows[0]
