@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer, optimizer
-from torch.utils import _foreach_utils as clipping
 
 
 def in_backward() -> bool:
@@ -173,20 +172,13 @@ def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> Callable
 
 
 def allow_lists_of(kind: type[Tensor]) -> Callable[[], None]:
-    """Make torch's optimizers and clipping use foreach functions for a tensor class by default; return the undo.
+    """Make torch's optimizers use foreach functions for a tensor class by default; return the undo.
 
-    They do so on GPUs, if all parameters are of the classes in ``_foreach_supported_types``, of which torch has two
-    lists, and to which torch adds DTensor.
+    They do so on GPUs, if all parameters are of the classes in ``_foreach_supported_types``.
     """
-    allowed: list[list[type]] = [optimizer._foreach_supported_types, clipping._foreach_supported_types]  # type: ignore[list-item]
-    for kinds in allowed:
-        kinds.append(kind)
-
-    def undo() -> None:
-        for kinds in allowed:
-            kinds.remove(kind)
-
-    return undo
+    kinds: list[type] = optimizer._foreach_supported_types  # type: ignore[assignment]
+    kinds.append(kind)
+    return partial(kinds.remove, kind)
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:

@@ -153,7 +153,6 @@ from lightning.pytorch import cli, strategies
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -175,8 +174,7 @@ def state():
     }
     found |= {f"deepcopy of {kind.__name__}": how for kind, how in copy._deepcopy_dispatch.items()}
     found |= {f"DTensor handler of {op}": how for op, how in DTensor._op_dispatcher._custom_op_handlers.items()}
-    for module in (optimizer, _foreach_utils):
-        found[f"lists of {module.__name__}"] = tuple(module._foreach_supported_types)
+    found["lists of torch.optim.optimizer"] = tuple(optimizer._foreach_supported_types)
     return found | {f"finder {finder}": finder for finder in sys.meta_path if "shardckpt" in type(finder).__module__}
 
 def changed():
@@ -199,7 +197,6 @@ WHILE_IT_TRAINS = {
     "Function.apply",  # custom functions get whole tensors
     "deepcopy of Parameter",  # the gradients of copies are averaged
     "lists of torch.optim.optimizer",  # sharded tensors among them
-    "lists of torch.utils._foreach_utils",
     "torchmetrics.metric.gather_all_tensors",  # over the data-parallel ranks
 }
 

@@ -32,7 +32,7 @@ def replace_functions() -> None:
     * ``torch.autograd.grad`` in a backward refuses gathered arguments that are unused there.
     * ``copy.deepcopy`` of a parameter makes the copy average its gradients as the original does.
     * Hooks of the user on autograd nodes are refused.
-    * torch's optimizers and clipping choose functions of lists for sharded tensors on GPUs, as for plain ones.
+    * torch's optimizers choose functions of lists for sharded tensors on GPUs, as for plain ones.
     """
     if not _restore:
         _restore.extend([change_arguments(_prepare_arguments), on_deepcopy(average_gradients_of_copy)])
