@@ -241,7 +241,6 @@ class Temporary:
         target: the absolute path where the content will appear.
         save_id: 32 hex digits for the name.
         folder: of the temporary, by default that of the target. Leftovers of dead processes in it are deleted.
-        machine: the name of this machine; tests pass others.
 
     Attributes:
         path: the temporary path; nothing is there at first.
@@ -252,8 +251,8 @@ class Temporary:
         FileExistsError: if another process is writing ``target`` right now; nothing was changed then.
     """
 
-    def __init__(self, target: str, save_id: str, folder: str | None = None, machine: str | None = None) -> None:
-        machine, self.path = machine or this_machine(), temporary_name(target, save_id, folder)
+    def __init__(self, target: str, save_id: str, folder: str | None = None) -> None:
+        machine, self.path = this_machine(), temporary_name(target, save_id, folder)
         self.notes, self.living = list[str](), set[str]()
         self._folder, self._claim, self._file = os.path.dirname(self.path), f"{self.path}.{machine}", -1
         try:

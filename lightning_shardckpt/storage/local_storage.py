@@ -60,20 +60,10 @@ class LocalStorage:
         visible_within_s: the time within which a network file system shows a machine the changes of another.
         sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
             after a crash of the machine neither the old nor the new checkpoint may be left.
-        exchange: exchanges two names, or returns False if the file system does not support it.
-        machine: the name of this machine in claims.
     """
 
-    def __init__(
-        self,
-        visible_within_s: float = 60.0,
-        *,
-        sync_files: bool = True,
-        exchange: Callable[[str, str], bool] = exchange,
-        machine: str | None = None,
-    ) -> None:
+    def __init__(self, visible_within_s: float = 60.0, *, sync_files: bool = True) -> None:
         self.visible_within_s, self.sync_files = visible_within_s, sync_files
-        self.exchange, self.machine = exchange, machine
 
     def open(self, path: str) -> LocalReader:
         """Open the checkpoint at ``path``.
@@ -114,7 +104,7 @@ class LocalStorage:
         with closing(self.open(path)) as reader:
             names = os.listdir(path)
         if not _is_filled_in_place(path, names):
-            old = Temporary(os.path.join(os.path.dirname(path), uuid4().hex), uuid4().hex, machine=self.machine)
+            old = Temporary(os.path.join(os.path.dirname(path), uuid4().hex), uuid4().hex)
             try:
                 os.rename(path, old.path)
                 old.publish(sync=self.sync_files, old="the deleted checkpoint")
@@ -167,7 +157,7 @@ class LocalDraft:
                 "replaced; move it or use another path"
             )
         if (is_there and _is_filled_in_place(self._target, names)) or not self._begin_beside():
-            self._claimed = Temporary(self._target, self._save_id, self._target, self._storage.machine)
+            self._claimed = Temporary(self._target, self._save_id, self._target)
             self._fill_in_place()
         assert self._claimed is not None
         self.notes = self._claimed.notes
@@ -175,11 +165,11 @@ class LocalDraft:
     def _begin_beside(self) -> bool:
         """Create the temporary directory; return False if it can't replace the target."""
         make_directories(os.path.dirname(self._target), sync=self._storage.sync_files)
-        new = Temporary(self._target, self._save_id, machine=self._storage.machine)
+        new = Temporary(self._target, self._save_id)
         try:
             os.mkdir(new.path)
             is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
-            if os.path.lexists(self._target) and not self._can_exchange(new.path):
+            if os.path.lexists(self._target) and not _can_exchange(new.path):
                 if os.path.islink(self._target):
                     raise FileExistsError(
                         f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
@@ -193,15 +183,6 @@ class LocalDraft:
             self._claimed, self._directory = new, new.path
         elif (error := new.drop()) is not None:  # other ranks would write there
             raise error
-        return is_possible
-
-    def _can_exchange(self, folder: str) -> bool:
-        names = os.path.join(folder, "1"), os.path.join(folder, "2")
-        for name in names:
-            os.mkdir(name)
-        is_possible = self._storage.exchange(*names)
-        for name in names:
-            os.rmdir(name)
         return is_possible
 
     def _fill_in_place(self) -> None:
@@ -263,7 +244,7 @@ class LocalDraft:
             keep_owner_and_mode(target, new.path)
             if not (os.path.islink(target) or os.path.lexists(root)):
                 os.rename(new.path, target)  # which replaces nothing but an empty directory
-            elif not self._storage.exchange(new.path, target):
+            elif not exchange(new.path, target):
                 raise FileExistsError(f"another process saved to {target!r} since this save began")
         new.publish(replaced, sync=self._storage.sync_files)
 
@@ -275,6 +256,17 @@ class LocalDraft:
                     if name.startswith(self.prefix):
                         delete(os.path.join(self._target, name))
             self._claimed.drop()
+
+
+def _can_exchange(folder: str) -> bool:
+    """Return True if the file system of an empty directory exchanges two names."""
+    names = os.path.join(folder, "1"), os.path.join(folder, "2")
+    for name in names:
+        os.mkdir(name)
+    is_possible = exchange(*names)
+    for name in names:
+        os.rmdir(name)
+    return is_possible
 
 
 def _is_filled_in_place(target: str, names: list[str]) -> bool:

@@ -243,7 +243,6 @@ def machine_upload_lock(wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
 
 # ── obstore ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_EXTRA = 'pip install "lightning-shardckpt[s3]"'
 _PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
 
@@ -273,37 +272,45 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
     """Return obstore's store for the bucket of a URL; raises like ``ObjectStore``."""
     protocol, _, rest = url.partition("://")
     bucket, kind = rest.partition("/")[0], _PROTOCOLS.get(protocol)
-    if kind is None:
+    if kind is None or not bucket:
         protocols = ", ".join(f"{name}://" for name in (*_PROTOCOLS, "memory"))
-        raise ValueError(
-            f"{url!r} can't be opened: checkpoints are in file systems or at {protocols}, not {protocol}://"
-        )
-    if not bucket:
-        raise ValueError(f"{url!r} is no path of a checkpoint, such as '{protocol}://bucket/name.ckpt'")
+        raise ValueError(f"{url!r} is no path of a checkpoint: they are in file systems or at {protocols}")
     try:
         import obstore.store
     except ImportError as error:
-        raise ImportError(f"{url!r} can't be opened: {error}; {_EXTRA}") from error
+        raise ImportError(f'{url!r} can\'t be opened: {error}; pip install "lightning-shardckpt[s3]"') from error
 
     stores: Any = obstore.store  # its typed dictionaries can't be built from tables
-    flat = dict(_dotted(options))
+    flat = dict[str, Any]()
+    for name, value in options.items():
+        flat |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, Mapping) else {name: value}
     names = _NAMES[kind]
     if unknown := sorted(flat.keys() - {*names, *_CLIENT}):
         raise TypeError(
             f"unknown storage_options for {url!r}: {', '.join(unknown)}; known are "
             f"{', '.join(sorted((*names, *_CLIENT)))} (a dot leads into a dictionary) and throttle_uploads"
         )
-    config: dict[str, Any] = {own: value for name, value in flat.items() if (own := names.get(name))}
-    retry = {
-        "max_retries": tuning.retry_attempts - 1,
-        "retry_timeout": timedelta(seconds=tuning.retry_total_s),
-        "backoff": {
-            "base": 2,
-            "init_backoff": timedelta(seconds=tuning.retry_pause_s),
-            "max_backoff": timedelta(seconds=tuning.retry_longest_pause_s),
+    config = {own: value for name, value in flat.items() if (own := names.get(name))}
+    verify = flat.get("client_kwargs.verify", True)
+    common = {
+        "client_options": {
+            "allow_http": True,
+            "timeout": timedelta(minutes=10),  # of a stalled connection
+            "connect_timeout": timedelta(seconds=flat.get("config_kwargs.connect_timeout", 10)),
+            "read_timeout": timedelta(seconds=flat.get("config_kwargs.read_timeout", 30)),
+            **({"allow_invalid_certificates": True} if verify is False else {}),
+            **({"root_certificate": Path(verify).read_bytes()} if not isinstance(verify, bool) else {}),
+        },
+        "retry_config": {
+            "max_retries": tuning.retry_attempts - 1,
+            "retry_timeout": timedelta(seconds=tuning.retry_total_s),
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(seconds=tuning.retry_pause_s),
+                "max_backoff": timedelta(seconds=tuning.retry_longest_pause_s),
+            },
         },
     }
-    common = {"client_options": _client(flat), "retry_config": retry}
     if kind == "gs":
         token = config.pop("token", None)
         if token == "anon":
@@ -315,65 +322,34 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
         bucket, _, host = bucket.partition("@")  # abfss://container@account.dfs.core.windows.net/…
         account = {"account_name": host.partition(".")[0]} if host else {}
         return stores.AzureStore(bucket, config={**account, **config}, **common)
-    found, provider = find_aws(url, flat, anonymous=bool(config.get("skip_signature")))
+    found, provider = find_aws(url, flat)
     return stores.S3Store(bucket, config={**found, **config}, credential_provider=provider, **common)
 
 
-def _dotted(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield options by dotted names.
-
-    >>> dict(_dotted({"key": "a", "client_kwargs": {"region_name": "b"}}))
-    {'key': 'a', 'client_kwargs.region_name': 'b'}
-    """
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _client(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the HTTP client. A stalled connection times out; an endpoint may be of http://."""
-    client: dict[str, Any] = {"allow_http": True, "timeout": timedelta(minutes=10)}
-    for name, default_s in (("connect_timeout", 10), ("read_timeout", 30)):
-        client[name] = timedelta(seconds=flat.get(f"config_kwargs.{name}", default_s))
-    verify = flat.get("client_kwargs.verify", True)
-    if verify is False:
-        client["allow_invalid_certificates"] = True
-    elif verify is not True:
-        client["root_certificate"] = Path(verify).read_bytes()
-    return client
-
-
 def find_aws(
-    url: str, given: Mapping[str, Any], *, anonymous: bool = False
+    url: str, given: Mapping[str, Any]
 ) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
     """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
 
     Args:
         url: for messages.
-        given: ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for.
-        anonymous: look for no credentials.
+        given: ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.
 
     Returns:
         The region and the endpoint, if any, and a function that returns credentials for obstore, renewed by botocore.
 
     Raises:
         PermissionError: if there are no credentials.
-        ImportError: if botocore is missing.
     """
-    try:
-        from botocore.configprovider import ConfiguredEndpointProvider  # type: ignore[import-untyped]
-        from botocore.credentials import Credentials  # type: ignore[import-untyped]
-        from botocore.session import Session  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(f"{url!r} can't be opened: {error}; {_EXTRA}") from error
+    from botocore.configprovider import ConfiguredEndpointProvider  # type: ignore[import-untyped]  # comes with obstore
+    from botocore.credentials import Credentials  # type: ignore[import-untyped]
+    from botocore.session import Session  # type: ignore[import-untyped]
 
     session = Session(profile=given.get("profile"))
     endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
     settings = {"region": session.get_config_variable("region"), "endpoint": endpoint}
     found = {name: value for name, value in settings.items() if value}
-    if anonymous:
+    if given.get("anon"):
         return found, None
     names = ("key", "secret", "token")
     credentials = Credentials(*map(given.get, names)) if "key" in given else session.get_credentials()

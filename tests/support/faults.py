@@ -40,11 +40,6 @@ def _most_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def no_exchange(one: str, other: str) -> bool:
-    """Don't exchange two names, as some network file systems."""
-    return False
-
-
 def flip(path: Path, offset: int) -> None:
     """Change a bit of a file."""
     content = bytearray(path.read_bytes())

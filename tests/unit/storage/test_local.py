@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,15 @@ from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
 from lightning_shardckpt.storage.local_files import open_output, temporary_name, this_machine
-from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalDraft
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.tools.verify import verify
-from tests.support.faults import killed, no_exchange
+from tests.support.faults import killed
 from tests.support.published import ID, LOCAL, OTHER_ID, SHARD, THIRD_ID, beside, content, own_mounts, put, root_of, run
+from tests.sweeps.faults.inject import Interposer
 
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534
-WITHOUT_EXCHANGE = LocalStorage(exchange=no_exchange)
-ELSEWHERE = LocalStorage(machine="f" * 16)
 
 
 @pytest.fixture(params=["beside", "in place"])
@@ -46,9 +46,26 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 beside_only = pytest.mark.parametrize("path", ["beside"], indirect=True)
 
 
-def begun(path: str, save_id: str = OTHER_ID, storage: LocalStorage = LOCAL, **files: bytes) -> LocalDraft:
+def put_without_exchange(path: str, **files: bytes) -> list[str]:
+    """Publish in a file system that can't exchange two names."""
+    with Interposer(os.path.dirname(path), exchange=False):
+        return put(LOCAL, path, OTHER_ID, **files)
+
+
+def begun_elsewhere(path: str, save_id: str) -> tuple[LocalDraft, str]:
+    """A save that goes on on another machine, whose locks do not reach this one; and the path of its claim."""
+    draft = begun(path, save_id, a=b"other")
+    place = Path(path if draft.prefix else os.path.dirname(path))
+    claim = next(place.glob(f".tmp-*.{this_machine()}"))
+    other = claim.with_suffix("." + "f" * 16)
+    shutil.copy(claim, other)
+    claim.unlink()
+    return draft, str(other)
+
+
+def begun(path: str, save_id: str = OTHER_ID, **files: bytes) -> LocalDraft:
     """A save that goes on in this process."""
-    draft = storage.draft(path, save_id)
+    draft = LOCAL.draft(path, save_id)
     draft.begin()
     for name, data in files.items():
         draft.write(name, [data])
@@ -149,7 +166,7 @@ def test_what_is_replaced_keeps_mode_and_group(what: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("why", ["of another owner", "below another owner's", "no exchange of names"])
 def test_what_cannot_be_replaced_is_filled_in_place(why: str, folder: Path) -> None:
-    path, storage = folder / "a.ckpt", WITHOUT_EXCHANGE if why.startswith("no") else LOCAL
+    path = folder / "a.ckpt"
     put(LOCAL, str(path), **{SHARD: b"old"})
     if why == "of another owner":
         if not IS_ROOT:
@@ -163,7 +180,8 @@ def test_what_cannot_be_replaced_is_filled_in_place(why: str, folder: Path) -> N
     if why == "below another owner's":
         os.chmod(folder, 0o555)
     before, inode = properties(path), path.stat().st_ino
-    as_user(lambda: put(storage, str(path), OTHER_ID, **{SHARD: b"new"}))
+    save_again = put_without_exchange if why.startswith("no") else partial(put, LOCAL, save_id=OTHER_ID)
+    as_user(lambda: save_again(path=str(path), **{SHARD: b"new"}))
     assert (properties(path), path.stat().st_ino) == (before, inode)
     assert content(LOCAL, str(path)) == {SHARD: b"new"}
     assert len(os.listdir(path)) == 2 and beside(str(path)) == []
@@ -204,7 +222,7 @@ def test_a_link_is_replaced_and_removed_and_what_it_names_is_read_and_stays(tmp_
     os.symlink("other.ckpt", path)
     assert content(LOCAL, path) == {"a": b"other"}
     with pytest.raises(FileExistsError, match="is a link, and the file system can't exchange it"):
-        put(WITHOUT_EXCHANGE, path, OTHER_ID)
+        put_without_exchange(path)
     LOCAL.remove(path)
     for named in ("other.ckpt", "nowhere"):
         os.symlink(named, path)
@@ -240,21 +258,17 @@ def test_a_save_to_the_same_path_at_the_same_time_is_refused_and_changes_nothing
 
 
 def test_files_of_a_save_that_another_machine_may_be_writing_stay_for_an_hour(path: str) -> None:
-    """Locks do not reach: the claim of the other machine is a file that is not locked."""
-    other = begun(path, ID, ELSEWHERE, a=b"other")
-    place = path if other.prefix else os.path.dirname(path)
-    claim = next(name for name in os.listdir(place) if name.endswith("f" * 16))
-    shutil.copy(f"{place}/{claim}", f"{place}/{THIRD_ID[:16]}-x")
-    os.replace(f"{place}/{THIRD_ID[:16]}-x", f"{place}/{claim}")
+    other, claim = begun_elsewhere(path, ID)
+    place = os.path.dirname(claim)
     assert put(LOCAL, path, OTHER_ID, a=b"new") == []
-    assert content(LOCAL, path) == {"a": b"new"} and os.path.exists(f"{place}/{claim}")
+    assert content(LOCAL, path) == {"a": b"new"} and os.path.exists(claim)
     made_old(place)
     if not other.prefix:
         os.utime(next(Path(place).glob(".tmp-*/a")))
-        assert put(LOCAL, path, THIRD_ID) == [] and os.path.exists(f"{place}/{claim}")  # one file is young
+        assert put(LOCAL, path, THIRD_ID) == [] and os.path.exists(claim)  # one file is young
         made_old(place)
     put(LOCAL, path, "3" * 32)
-    assert not os.path.exists(f"{place}/{claim}") and beside(path) == [] and len(os.listdir(path)) == 1
+    assert not os.path.exists(claim) and beside(path) == [] and len(os.listdir(path)) == 1
 
 
 def test_a_save_whose_files_were_deleted_is_not_committed(tmp_path: Path) -> None:
@@ -273,12 +287,12 @@ def test_a_directory_that_another_save_began_to_fill_is_not_replaced(tmp_path: P
     path = str(tmp_path / "a.ckpt")
     draft = begun(path)
     os.mkdir(path)
-    other = begun(path, THIRD_ID, ELSEWHERE)
+    other, _ = begun_elsewhere(path, THIRD_ID)
     with pytest.raises(OSError, match=r"Directory not empty: .* -> '.*a\.ckpt'"):
         finish(draft)
     draft.discard()
     finish(other, THIRD_ID)
-    assert content(LOCAL, path) == {} and beside(path) == []
+    assert content(LOCAL, path) == {"a": b"other"} and beside(path) == []
 
 
 def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
