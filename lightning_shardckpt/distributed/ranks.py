@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_shardckpt import errors
 from lightning_shardckpt.compat.torch_distributed import PrefixStore, Store, get_if_set, put_bytes
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
-from lightning_shardckpt.distributed.world import World, current_world, raise_if_lost, watch_run
+from lightning_shardckpt.distributed.world import World, current_world, watch_run
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
 from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import list_some
@@ -77,42 +77,37 @@ class Ranks:
     Every rank must create its instances in the same order. Values that are exchanged must be JSON.
 
     Args:
-        store: shared by the ranks; None for a single process.
-        rank: of this process.
-        world: the number of ranks.
+        watched: all processes that share a store, and this one's rank among them; None for a single process.
+        members: the ranks of this object's processes among them.
         timeout_s: of each step.
-        name: of this instance, the same on all ranks; by default its number.
+        name: of this instance, the same on all ranks.
         tuning: intervals and waits.
-        members: the ranks in the default process group, which has registered their processes; None for ranks of
-            another store, which register with each instance.
 
     Attributes:
+        rank: of this process, by the order of members.
+        world: the number of members.
         is_background: True if another thread than the main one takes the steps.
     """
 
     def __init__(
         self,
-        store: Store | None,
-        rank: int,
-        world: int,
+        watched: World | None,
+        members: Sequence[int] = (0,),
         timeout_s: float = 1800.0,
         *,
         name: str = "",
         tuning: Tuning = TUNING,
-        members: Sequence[int] | None = None,
     ) -> None:
-        self.rank, self.world, self._timeout_s, self._tuning = rank, world, timeout_s, tuning
-        self._members, self.is_background = members, False
+        self.rank, self.world = 0 if watched is None else members.index(watched.rank), len(members)
+        self._watched, self._members, self._timeout_s, self._tuning = watched, members, timeout_s, tuning
+        self._store = None if watched is None else PrefixStore(f"shardckpt-{name}", watched.store)
+        self.is_background = False
         self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
-        self._store = store
-        if store is not None:
-            self._store = PrefixStore(f"shardckpt-{name or next(_instances[''])}", store)
-            self._watched = World(self._store, rank, world) if members is None else current_world()
 
     @classmethod
     def alone(cls) -> Ranks:
         """Return a single process, whose steps run in place."""
-        return cls(None, 0, 1)
+        return cls(None)
 
     @classmethod
     def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
@@ -126,8 +121,7 @@ class Ranks:
         if group.size() == 1:
             return cls.alone()
         name = f"{group.group_name}-{next(_instances[group.group_name])}"
-        members, store = dist.get_process_group_ranks(group), current_world().store
-        return cls(store, group.rank(), group.size(), timeout_s, name=name, tuning=tuning, members=members)
+        return cls(current_world(), dist.get_process_group_ranks(group), timeout_s, name=name, tuning=tuning)
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
@@ -255,26 +249,27 @@ class Ranks:
         shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
         longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
         while (value := look()) is None and now - began < timeout_s:  # store.wait prints warnings when it times out
-            raise_if_lost()
+            if self._watched is not None and (lost := self._watched.lost) is not None:
+                raise RankError(lost)
             if now - checked_at >= self._tuning.host_look_s:
                 checked_at = now
                 self._answer_for_gone_ranks(store)
-                if self._members is not None and not self.is_background:
+                if not self.is_background:
                     look_for_notices(phase, self._members, seen)
             time.sleep(min(max(shortest, (now - began) / 20), longest))
             now = time.monotonic()
         return value
 
     def _gone(self) -> dict[int, str]:
-        """Return the ranks that have ended, with a sentence for each."""
-        self._watched.look()
-        members, gone = self._members or range(self.world), self._watched.gone
-        return {rank: gone[member] for rank, member in enumerate(members) if member in gone}
+        """Return the ranks that have ended, each with the error that ended it, if it has told, or a sentence."""
+        world = self._watched
+        assert world is not None
+        world.look()
+        return {rank: world.lost or world.gone[own] for rank, own in enumerate(self._members) if own in world.gone}
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
         """Report an error for each rank whose process is gone; for rank 0 also write its answer."""
-        for rank, message in self._gone().items():
-            reason = self._watched.lost or message  # the error that ended it, if it has told
+        for rank, reason in self._gone().items():
             text = _json({"error": report_error(RankError(reason)), "ranks": [rank], "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):

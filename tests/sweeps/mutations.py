@@ -211,7 +211,7 @@ MUTATIONS = (
     Mutation("ranks in different calls take each other's answers", RANKS, "distributed/ranks.py", "if len(calls) > 1:",
              "if False:", ("ranks/distributed/test_ranks.py::test_ranks_in_different_calls_learn_who_is_where",)),
     Mutation("a rank that was killed is waited for until the timeout", RANKS, "distributed/ranks.py",
-             "for rank, message in self._gone().items():", "for rank, message in ():",
+             "for rank, reason in self._gone().items():", "for rank, reason in ():",
              ("ranks/distributed/test_ranks.py::test_a_rank_that_is_killed_is_named_long_before_the_timeout",)),
     Mutation("ranks that save to different paths are not told", RANKS, "checkpoint/save_agreement.py",
              'for field in ("path", "step"):', "for field in ():",

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import World
 from lightning_shardckpt.errors import CorruptionError, MismatchError, RankError, StateError
 from lightning_shardckpt.system.host import TUNING, Tuning
 from tests.support.pool import run_ranks
@@ -45,7 +46,7 @@ def quick_store(tmp_path: Path) -> Callable[[], Any]:
 
 def member(store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING) -> Ranks:
     """One of the ranks that the threads of this process play; instances are counted per process otherwise."""
-    return Ranks(store, rank, WORLD, timeout_s, name=str(number), tuning=tuning)
+    return Ranks(World(store, rank, WORLD), range(WORLD), timeout_s, name=str(number), tuning=tuning)
 
 
 def together(
@@ -251,7 +252,7 @@ def fails_and_ends() -> str:
 
     try:
         tuning = TUNING if rank == 0 else Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7)
-        Ranks(server, rank, 2, 10, tuning=tuning).step("saving x", work, lambda found: None)
+        Ranks(World(server, rank, 2), range(2), 10, tuning=tuning).step("saving x", work, lambda found: None)
     except Exception as error:
         return str(error)
     return ""

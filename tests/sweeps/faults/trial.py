@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import World
 from lightning_shardckpt.system.host import Tuning
 from tests.sweeps.faults.inject import NO_FAULT, READING, WRITES, Change, Fault, Interposer
 
@@ -136,7 +137,8 @@ def _take_part(
     ranks = Ranks.alone()
     if scenario.world > 1:
         store = dist.FileStore(os.path.join(folder, "store"), scenario.world)  # type: ignore[attr-defined]
-        ranks = Ranks(store, rank, scenario.world, HUNG_S / 2, tuning=Tuning(host_look_s=LOOK_S))
+        world, tuning = World(store, rank, scenario.world), Tuning(host_look_s=LOOK_S)
+        ranks = Ranks(world, range(scenario.world), HUNG_S / 2, tuning=tuning)
     return acted(scenario, root, lambda: collective(root, ranks), fault, record)
 
 
