@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.index import COMPONENTS
-from lightning_shardckpt.format.layout import Box, Shape
+from lightning_shardckpt.format.layout import Box, Part, Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
+from lightning_shardckpt.transfer.shard_reader import fetch
 
 if TYPE_CHECKING:
     import torch
@@ -169,14 +170,15 @@ class LazyTensor:
         """
         import torch  # imported here, since names and shapes don't need it
 
-        from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 
         box, rest = _sliced_box(index, self.shape)
         if box.numel:
             self.source.checked_shape(self.component, self.key)
         part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
-        read_targets(self.source, [ReadTarget(self.component, self.key, part, box=box)])
+        parts, memory = (Part(box, (0,) * len(box.start)),), bytes_of(part)
+        requests = self.source.requests(self.component, self.key, parts, box.shape, memory)
+        fetch(self.source, requests, verify=self.source.verify)
         return part[rest]
 
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import (
@@ -38,7 +38,7 @@ from lightning_shardckpt.format.value_checks import (
     check_text,
     shown,
 )
-from lightning_shardckpt.sources.open_source import DCP_NAME, find_dcp_directory
+from lightning_shardckpt.sources.open_source import DCP_NAME, MALFORMED, find_dcp_directory
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
 from lightning_shardckpt.sources.torch_save import DictTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
@@ -50,10 +50,6 @@ from lightning_shardckpt.storage.protocol import Reader, read_all
 META = "meta.pt"
 _MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
-_MALFORMED = (
-    *(LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, EOFError),
-    *(struct.error, pickle.UnpicklingError),
-)
 
 Entries = Mapping[str, tuple[str | int, ...]]
 """Paths by key."""
@@ -61,25 +57,15 @@ Entries = Mapping[str, tuple[str | int, ...]]
 
 def open_path(path: str, weights_only: bool = True) -> Source:
     """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
-    directory = find_dcp_directory(path)
-    if directory is None:
-        raise CheckpointNotFoundError(f"{path!r} has no {DCP_NAME}: it is not a checkpoint of torch.distributed")
+    directory = find_dcp_directory(path) or path
     with close_on_error(LocalReader(directory)) as reader:
-        try:
-            stored, meta = _Stored(directory, reader), _meta(directory, reader, weights_only)
-            model, optimizers, rest = _assign_entries(stored, has_meta=meta is not None)
-            state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in model.items()}
-            others = stored.nested(rest) | (meta or {})
-            if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state
-                others["optimizer_states"] = [stored.optimizer(entries) for entries in optimizers]
-            return source_of_dicts(directory, stored.tensors, state_dict, others)
-        except (FormatError, CorruptionError) as error:
-            has_path = str(error).startswith(repr(directory))
-            raise type(error)(str(error) if has_path else f"{directory!r}: {error}") from None
-        except ShardCkptError:
-            raise
-        except _MALFORMED as error:
-            raise FormatError(f"{directory!r}: not laid out as torch does: {shown(error)}") from None
+        stored, meta = _Stored(directory, reader), _meta(directory, reader, weights_only)
+        model, optimizers, rest = _assign_entries(stored, has_meta=meta is not None)
+        state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in model.items()}
+        others = stored.nested(rest) | (meta or {})
+        if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state
+            others["optimizer_states"] = [stored.optimizer(entries) for entries in optimizers]
+        return source_of_dicts(directory, stored.tensors, state_dict, others)
 
 
 def _meta(path: str, reader: Reader, weights_only: bool) -> dict[str, Any] | None:
@@ -151,30 +137,19 @@ class _Stored:
         tensors: each "file" is a chunk of a stored tensor.
         paths: of the entries, by key.
         located: stored tensors by key; other entries are values.
-
-    Raises:
-        FormatError: naming what ``.metadata`` has in place of an entry of torch.
-        CorruptionError: if a file is missing or too short.
     """
 
     def __init__(self, path: str, reader: Reader) -> None:
         self.tensors, self._values = DictTensors(reader), dict[str, Callable[[], Any]]()
         self.paths, self.located = dict[str, tuple[str | int, ...]](), dict[str, ForeignTensor]()
         self._path, self._reader, self._size = path, reader, cache(reader.size)
-        try:
-            metadata = _Unpickler(io.BytesIO(read_all(reader, DCP_NAME))).load()
-            if type(metadata).__name__ != "Metadata":
-                raise FormatError(f"{shown(metadata)} where a Metadata is expected")
-            places = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
-            for key, entry in metadata.state_dict_metadata.items():
-                self._take(check_text(key), entry, places)
-                keys: Any = metadata.planner_data.get(key) if isinstance(metadata.planner_data, dict) else None
-                is_path = isinstance(keys, tuple) and keys and all(type(part) in (str, int) for part in keys)
-                self.paths[key] = keys if is_path else (key,)  # it was not nested, or another planner saved it
-        except CorruptionError:
-            raise
-        except _MALFORMED as error:
-            raise FormatError(f"{DCP_NAME}: {error if isinstance(error, FormatError) else shown(error)}") from None
+        metadata = _read_metadata(reader)
+        places = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            self._take(check_text(key), entry, places)
+            keys: Any = metadata.planner_data.get(key) if isinstance(metadata.planner_data, dict) else None
+            is_path = isinstance(keys, tuple) and keys and all(type(part) in (str, int) for part in keys)
+            self.paths[key] = keys if is_path else (key,)  # it was not nested, or another planner saved it
 
     def _take(self, key: str, entry: Any, places: Mapping[Any, Any]) -> None:
         if "chunks" not in vars(entry):
@@ -297,6 +272,17 @@ def _load_tensor(
 # ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────
 # Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.3 to 2.13;
 # olmo_core/distributed/checkpoint/filesystem.py, OLMo-core 1.9 to 3.0, whose _StorageInfo has the same fields.
+
+
+def _read_metadata(reader: Reader) -> Any:
+    """Return the record of ``.metadata``. Raises a FormatError for a name that is not known, or a malformed pickle."""
+    try:
+        metadata = _Unpickler(io.BytesIO(read_all(reader, DCP_NAME))).load()
+    except (*MALFORMED, struct.error, pickle.UnpicklingError) as error:
+        raise FormatError(f"{DCP_NAME}: a malformed pickle: {str(error)[:500]}") from None
+    if type(metadata).__name__ != "Metadata":
+        raise FormatError(f"{DCP_NAME}: {shown(metadata)} where a Metadata is expected")
+    return metadata
 
 
 class _Record:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL, find_deepspeed_directory
@@ -42,7 +42,6 @@ _OF_DEEPSPEED = frozenset(
     | {"skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"}
     | {"checkpoint_parallel_dimensions", "universal_checkpoint_info"}
 )
-_REMEDY = "convert it with DeepSpeed's zero_to_fp32.py, and load the result"
 
 State = dict[Any, dict[str, Any]]
 """The state of an optimizer by parameter."""
@@ -57,36 +56,29 @@ def open_path(path: str, weights_only: bool = True) -> Source:
         FormatError: for what is not read, such as model parallelism and experts.
         CorruptionError: if a file is missing or damaged.
     """
-    directory = find_deepspeed_directory(path)
-    if directory is None:
-        raise CheckpointNotFoundError(f"{path!r} is not a checkpoint of DeepSpeed")
+    directory = find_deepspeed_directory(path) or path
     models, optimizers = (_rank_files(directory, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
     universal = [str(file.relative_to(directory)) for file in sorted(Path(directory, _UNIVERSAL).rglob("*.pt"))]
     with close_on_error(LocalReader(directory)) as reader:
         tensors = DictTensors(reader, [*models, *optimizers, *universal])
         contents = [_load(directory, name, weights_only) for name in models]
-        try:
-            content, model = contents[0], dict(contents[0]["module"])
-            shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
-            if universal:
-                files = {name: _load(directory, name) for name in universal}
-                state, groups = _of_parameters(files, shapes, model)
-            elif optimizers:
-                states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
-                state, groups = _of_ranks(states, shapes, model, tensors)
-            elif shapes:
-                raise CorruptionError(f"{directory!r}: the files of the optimizer (*_optim_states.pt) are missing")
-            else:  # ZeRO 0
-                optimizer = content["optimizer"] or {"state": {}, "param_groups": None}
-                state, groups = optimizer["state"], optimizer["param_groups"]
-            if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
-                _add_frozen(contents, model, tensors)
-            for alias, name in (content["shared_params"] or {}).items():
-                model[alias] = model[name]
-        except ShardCkptError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"{directory!r}: not laid out as DeepSpeed 0.19 does: {error!r}; {_REMEDY}") from error
+        content, model = contents[0], dict(contents[0]["module"])
+        shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
+        if universal:
+            files = {name: _load(directory, name) for name in universal}
+            state, groups = _of_parameters(files, shapes, model)
+        elif optimizers:
+            states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
+            state, groups = _of_ranks(states, shapes, model, tensors)
+        elif shapes:
+            raise CorruptionError("the files of the optimizer (*_optim_states.pt) are missing")
+        else:  # ZeRO 0
+            optimizer = content["optimizer"] or {"state": {}, "param_groups": None}
+            state, groups = optimizer["state"], optimizer["param_groups"]
+        if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
+            _add_frozen(contents, model, tensors)
+        for alias, name in (content["shared_params"] or {}).items():
+            model[alias] = model[name]
         rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
         if VERSION not in rest:
             if content.get("lr_scheduler") is not None:
@@ -102,12 +94,12 @@ def _rank_files(directory: str, pattern: re.Pattern[str]) -> list[str]:
     names = os.listdir(directory)
     if unsupported := sorted(filter(_UNSUPPORTED.fullmatch, names)):
         raise FormatError(
-            f"{directory!r}: {unsupported[0]} is of model parallelism, a pipeline, experts or tensors offloaded to "
-            f"files, which is not read; {_REMEDY}"
+            f"{unsupported[0]} is of model parallelism, a pipeline, experts or tensors offloaded to files, which is "
+            "not read; convert it with DeepSpeed's zero_to_fp32.py, and load the result"
         )
     files = {int(match[1] or 0): match[0] for match in map(pattern.fullmatch, names) if match}
     if missing := [rank for rank in range(max(files, default=-1)) if rank not in files]:
-        raise CorruptionError(f"{directory!r}: the files of ranks {missing} are missing")
+        raise CorruptionError(f"the files of ranks {missing} are missing")
     return [files[rank] for rank in sorted(files)]
 
 

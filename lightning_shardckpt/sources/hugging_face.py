@@ -60,7 +60,7 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     """
     folder, found = (path, _weights_in(path)) if os.path.isdir(path) else (os.path.dirname(os.path.abspath(path)), [])
     if len(found) > 1:
-        raise FormatError(f"{path!r} holds {' and '.join(found)}. Give the path of one of these files.")
+        raise FormatError(f"it holds {' and '.join(found)}. Give the path of one of these files.")
     name = found[0] if found else os.path.basename(path)
     weight_map = _weight_map_in(folder, name) if _INDEX.fullmatch(name) else {}
     files = list(dict.fromkeys(weight_map.values())) or [name]
@@ -71,32 +71,30 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     tensors: dict[str, ForeignTensor] = {}
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
         for file in files:
-            for key, tensor in _tensors_of(reader, file, f"{folder!r}, file {file}").items():
+            for key, tensor in _tensors_of(reader, file).items():
                 is_wanted = weight_map.get(key, file) == file
                 if is_wanted and tensors.setdefault(clean_fqn(key), tensor) is not tensor:
-                    raise FormatError(f"{path!r}: two tensors are called {shown(clean_fqn(key))}")
+                    raise FormatError(f"two tensors are called {shown(clean_fqn(key))}")
         lost = [(key, file) for key, file in weight_map.items() if clean_fqn(key) not in tensors]
         if lost:
             listed = list_some([f"{shown(key)} should be in {file}" for key, file in lost], 5)
-            raise CorruptionError(f"{path!r}: not all tensors of the index are in the files\n  {listed}")
+            raise CorruptionError(f"not all tensors of the index are in the files\n  {listed}")
         return foreign_source(path, reader, {"model": tensors})
 
 
 def _weight_map_in(path: str, index: str) -> dict[str, str]:
     """Return the file of each tensor, from the index."""
-    try:
-        with closing(LocalReader(path, follow_links=True)) as reader:
-            content = parse_json(read_all(reader, index), f"file {index}")
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise FormatError(f"file {index} has no weight_map that names files")
-        return {check_text(key): check_file_name(name) for key, name in weight_map.items()}
-    except ValueError as error:
-        raise FormatError(f"{path!r}: {error}") from None
+    with closing(LocalReader(path, follow_links=True)) as reader:
+        content = parse_json(read_all(reader, index), f"file {index}")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"file {index} has no weight_map that names files")
+    return {check_text(key): check_file_name(name) for key, name in weight_map.items()}
 
 
-def _tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:
-    """Return the tensors of a safetensors file by name; ``where`` is its path, for messages."""
+def _tensors_of(reader: Reader, name: str) -> dict[str, ForeignTensor]:
+    """Return the tensors of a safetensors file by name."""
+    where = f"file {name}"
     try:
         content = read_header(partial(reader.read_into, name), reader.size(name))
     except FileNotFoundError:

@@ -83,7 +83,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
         if (new := best.prefix + name.removeprefix(best.stored_prefix)) not in joined:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
-    table = {**fitted.table["model"], **list_tensors(source.path, source.reader, "model", joined)}
+    table = {**fitted.table["model"], **list_tensors(source.reader, "model", joined)}
     fitted = replace(fitted, table={**fitted.table, "model": table})
     return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in missing))
 

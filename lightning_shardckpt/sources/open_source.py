@@ -17,7 +17,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
+from lightning_shardckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    MismatchError,
+    ShardCkptError,
+)
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.format.value_checks import check_file_name, checksum
 from lightning_shardckpt.sources import hugging_face
@@ -191,9 +197,26 @@ def open_source(
         checkpoint = open_checkpoint(path, storage)
         source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
         return source, checkpoint.root.save_id
-    source = import_module(f"{__package__}.{other.module}").open_path(path, weights_only)
+    source = _open_foreign(other, path, weights_only)
     kinds = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
     return source, f"{other.name}, {checksum(json.dumps(kinds, sort_keys=True).encode())}"
+
+
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError, RecursionError)
+"""Errors of Python for content that is not laid out as expected."""
+
+
+def _open_foreign(other: Format, path: str, weights_only: bool) -> Source:
+    """Open a checkpoint of another program; errors name the path."""
+    try:
+        source: Source = import_module(f"{__package__}.{other.module}").open_path(path, weights_only)
+    except (FormatError, CorruptionError) as error:
+        raise type(error)(str(error) if path in str(error) else f"{path!r}: {error}") from error.__cause__
+    except ShardCkptError:
+        raise
+    except MALFORMED as error:
+        raise FormatError(f"{path!r}: not laid out as {other.name} is: {repr(error)[:500]}") from error
+    return source
 
 
 def open_checkpoint(

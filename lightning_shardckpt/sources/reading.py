@@ -1,16 +1,17 @@
-"""Reads of stored tensors into live ones: whole or in part, into host or device memory, also into other dtypes."""
+"""Reads of stored tensors into live ones, into host or device memory, also into other dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.format.layout import Box, Part
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.transfer.shard_reader import Request, fetch, windows
@@ -21,43 +22,17 @@ _FLOATING = ("F64", "F32", "F16", "BF16")  # not F8, whose scales are in other t
 _COMPLEX = ("C64", "C128")
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which would dominate the time: there is one for each tensor
-class ReadTarget:
-    """Memory to fill: the local part of ``tensor``, with its region of the stored tensor ``key``. Treat as immutable.
-
-    Attributes:
-        component: of the stored tensor.
-        key: of the stored tensor.
-        tensor: the live tensor.
-        region: of the local tensor, to fill only that.
-        box: of the stored tensor, to fill a plain tensor with only that.
-        dtype: of the stored tensor, to fill separate host memory.
-        local: the memory to fill.
-    """
+class ReadTarget(NamedTuple):
+    """A live tensor, whose local part the stored tensor of a component and key fills."""
 
     component: str
     key: str
     tensor: torch.Tensor
-    region: Box | None = None
-    box: Box | None = None
-    dtype: torch.dtype | None = None
-    local: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        local = local_tensor(self.tensor)
-        local = local if self.region is None else view_at(local, self.region)
-        if self.dtype is not None:
-            local = torch.empty(local.shape, dtype=self.dtype, device="cpu")
-        self.local = local
-
-    def requests(self, source: Source, memory: memoryview) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of the shape of ``local``."""
-        if self.box is not None:
-            parts: tuple[Part, ...] = (Part(self.box, (0,) * len(self.box.start)),)
-        else:
-            parts = parts_of(self.tensor, this_rank())
-            parts = parts if self.region is None else parts_within(parts, self.region)
-        return source.requests(self.component, self.key, parts, tuple(self.local.shape), memory)
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory to fill."""
+        return local_tensor(self.tensor)
 
 
 def read_targets(source: Source, targets: Iterable[ReadTarget]) -> None:
@@ -80,19 +55,21 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     Raises:
         ShardCkptError: if a file is missing, or not the saved one.
     """
-    direct, copied = list[Request](), list[tuple[ReadTarget, torch.dtype]]()
-    for target in targets:
-        local, dtype = target.local, TORCH_DTYPES[source.spec(target.component, target.key).dtype]
-        if target.dtype is not None or (local.dtype is dtype and is_host_memory(local)):
-            direct += target.requests(source, bytes_of(local))
+    direct, copied, rank = list[Request](), list[_Copied](), this_rank()
+    for component, key, tensor in targets:
+        stored, local, parts = source.table[component][key], local_tensor(tensor), parts_of(tensor, rank)
+        is_direct = local.dtype is TORCH_DTYPES[stored.spec.dtype] and is_host_memory(local)
+        memory = bytes_of(local) if is_direct else memoryview(b"")
+        requests = stored.requests(parts, tuple(local.shape), memory)  # opens files
+        if is_direct:
+            direct += requests
         else:
-            target.requests(source, memoryview(b""))  # opens the files
-            copied.append((target, dtype))
+            copied.append((stored, parts, local))
 
     def read() -> None:
         if direct:
             fetch(source, direct, verify=source.verify)
-        for batch in _batches(source, copied):
+        for batch in _batches(copied):
             fetch(source, chain.from_iterable(requests for _, _, requests in batch), verify=source.verify)
             for local, host, _ in batch:
                 local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
@@ -100,23 +77,24 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     return read
 
 
+_Copied = tuple[StoredTensor, tuple[Part, ...], torch.Tensor]
+"""A stored tensor, and its parts for a local tensor that is filled through other memory."""
 _Window = tuple[torch.Tensor, torch.Tensor, list[Request]]
 """A part of a local tensor, host memory of the stored dtype, and the requests that fill it."""
 
 
-def _batches(source: Source, copied: Iterable[tuple[ReadTarget, torch.dtype]]) -> Iterator[list[_Window]]:
-    """Yield the windows of all targets, in batches of bounded size."""
+def _batches(copied: Iterable[_Copied]) -> Iterator[list[_Window]]:
+    """Yield windows of the local tensors, in batches of bounded size."""
     batch, nbytes = list[_Window](), 0
-    for target, dtype in copied:
-        limit = _WINDOW_BYTES // dtype.itemsize
-        is_small = target.local.numel() <= limit
-        for region in (None,) if is_small else windows(tuple(target.local.shape), limit):
-            part = target if region is None else ReadTarget(target.component, target.key, target.tensor, region)
-            host = torch.empty(part.local.shape, dtype=dtype, device="cpu", pin_memory=part.local.is_cuda)
+    for stored, parts, local in copied:
+        dtype = TORCH_DTYPES[stored.spec.dtype]
+        for window in windows(tuple(local.shape), _WINDOW_BYTES // dtype.itemsize):
+            host = torch.empty(window.shape, dtype=dtype, device="cpu", pin_memory=local.is_cuda)
             if batch and nbytes + host.nbytes > _BATCH_BYTES:
                 yield batch
                 batch, nbytes = [], 0
-            batch.append((part.local, host, part.requests(source, bytes_of(host))))
+            requests = stored.requests(parts_within(parts, window), window.shape, bytes_of(host))
+            batch.append((view_at(local, window), host, requests))
             nbytes += host.nbytes
     if batch:
         yield batch
@@ -146,13 +124,17 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     first, *others = [source.spec(component, key) for key in keys]
     if any((spec.dtype, spec.shape) != (first.dtype, first.shape) for spec in others):
         return False
-    dtype = TORCH_DTYPES[first.dtype]
-    if like is None or tuple(shape_of(like)) != first.shape:
-        like = torch.empty(first.shape, device="meta")
-    for window in windows(tuple(local_tensor(like).shape), _COMPARED_BYTES // dtype.itemsize):
-        targets = [ReadTarget(component, key, like, region=window, dtype=dtype) for key in keys]
-        read_targets(source, targets)
-        expected, *contents = [bytes_of(target.local) for target in targets]
-        if any(content != expected for content in contents):
+    whole, shape = Box.whole(first.shape), first.shape
+    parts: tuple[Part, ...] = (Part(whole, whole.start),)
+    if like is not None and tuple(shape_of(like)) == shape:
+        parts, shape = parts_of(like, this_rank()), tuple(local_tensor(like).shape)
+    size = DTYPE_BYTES[first.dtype]
+    for window in windows(shape, _COMPARED_BYTES // size):
+        contents = {key: bytearray(window.numel * size) for key in keys}
+        for key, content in contents.items():
+            memory = memoryview(content)
+            requests = source.requests(component, key, parts_within(parts, window), window.shape, memory)
+            fetch(source, requests, verify=source.verify)
+        if any(content != contents[keys[0]] for content in contents.values()):
             return False
     return True

@@ -233,10 +233,8 @@ def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
 _STEP_BYTES = 1 << 20  # the block size of boxes without checksums
 
 
-def list_tensors(
-    path: str, reader: Reader, component: str, tensors: Mapping[str, ForeignTensor]
-) -> dict[str, StoredTensor]:
-    """Return stored tensors by key, after checking their boxes; ``path`` is of the checkpoint.
+def list_tensors(reader: Reader, component: str, tensors: Mapping[str, ForeignTensor]) -> dict[str, StoredTensor]:
+    """Return stored tensors by key, after checking their boxes.
 
     Raises:
         FormatError: if the boxes of a tensor do not tile it.
@@ -248,19 +246,18 @@ def list_tensors(
         try:
             return reader.size(file)
         except FileNotFoundError:
-            raise CorruptionError(f"{path!r}, file {file}: the file is missing") from None
+            raise CorruptionError(f"file {file}: the file is missing") from None
 
     listed: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         dtype, shape, boxes = tensor
         problem = find_cover_error(shape, (box for box, _, _ in boxes))
         if problem is not None:
-            raise FormatError(f"{path!r}: {key!r}, {dtype} {shape}: {problem}")
+            raise FormatError(f"{key!r}, {dtype} {shape}: {problem}")
         for box, file, begin in boxes:
             end = begin + bytes_in(box.shape, dtype)
             if not 0 <= begin <= end <= size(file):
-                where = f"{path!r}, file {file}"
-                raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
+                raise CorruptionError(f"file {file}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
         spec = TensorSpec(dtype, shape, REPLICATED, ((0, 1),))
         listed[key] = StoredTensor(component, key, spec, partial(_find_boxes, tensor), tensor)
     return listed
@@ -314,7 +311,7 @@ def foreign_source(
     return Source(
         path=path,
         reader=reader,
-        table={component: list_tensors(path, reader, component, of) for component, of in tensors.items()},
+        table={component: list_tensors(reader, component, of) for component, of in tensors.items()},
         aliases=aliases or {},
         documents=lambda role, rank: found.get(role),
         trainer=lambda stored: dict(others),

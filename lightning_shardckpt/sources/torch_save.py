@@ -153,16 +153,6 @@ def source_of_dicts(
     return foreign_source(path, tensors, stored, aliases, documents, rest, all_modules)
 
 
-def leaves_out_frozen(path: str) -> bool:
-    """Return whether a file of ``torch.save`` records that it lacks frozen parameters, as a consolidated file may."""
-    try:
-        with ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return any(FROZEN.encode() in archive.read(name) for name in names)
-    except (OSError, BadZipFile):
-        return False
-
-
 def map_file(path: str, weights_only: bool) -> Any:
     """Return the content of a file of ``torch.save``, with mapped tensors."""
     try:

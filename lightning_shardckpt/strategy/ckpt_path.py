@@ -24,7 +24,6 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, intercept_ckpt_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.sources.torch_save import leaves_out_frozen
 from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import list_some
@@ -87,7 +86,7 @@ def may_lack_weights(trainer: pl.Trainer, path: str) -> bool:
 
     With ``strict_loading=False`` every checkpoint may.
     """
-    if not trainer.lightning_module.strict_loading or (os.path.isfile(path) and leaves_out_frozen(path)):
+    if not trainer.lightning_module.strict_loading or os.path.isfile(path):
         return True
     try:
         with Checkpoint(_storage_of(trainer), path) as checkpoint:

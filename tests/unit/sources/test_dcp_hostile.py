@@ -163,7 +163,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "a class": (lambda m: replace(m, planner_data=Innocent()), r"names 'tests\..*test_dcp_hostile\.Innocent'"),
     "executed": (lambda m: replace(m, planner_data=Bad()), r"names '(posix|os)\.system'"),
     "no metadata": (lambda m: {"a": 1}, "where a Metadata is expected"),
-    "a group without parameters": (_groups, "not laid out as torch does.*params"),
+    "a group without parameters": (_groups, "not laid out as a checkpoint of torch.*params"),
 }
 
 
