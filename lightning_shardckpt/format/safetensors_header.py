@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
@@ -67,15 +68,26 @@ def build_header(
         raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
     items, offsets, offset = [], [], 0
     for (_, dtype, shape), name in zip(tensors, to_json_texts(names), strict=True):
-        end, lengths = offset + bytes_in(shape, dtype), ",".join(map(str, shape))
-        items.append(f'{name}:{{"dtype":"{dtype}","shape":[{lengths}],"data_offsets":[{offset},{end}]}}')
+        description, nbytes = _describe(dtype, shape)
+        items.append(f'{name}:{{{description},"data_offsets":[{offset},{offset + nbytes}]}}')
         offsets.append(offset)
-        offset = end
+        offset += nbytes
     items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{compact(dict(metadata))}')
     header = f"{{{','.join(items)}}}".encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % alignment)
     start = len(header).to_bytes(LENGTH_BYTES, "little") + header
     return start, tuple([len(start) + offset for offset in offsets])
+
+
+@lru_cache(maxsize=4096)  # tensors of equal dtype and shape are many
+def _describe(dtype: str, shape: Shape) -> tuple[str, int]:
+    """Return the dtype and shape as JSON without brackets, and the length in bytes."""
+    return compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _offsets_text(start: Shape) -> str:
+    return json.dumps({"saved_offsets": start})
 
 
 _SAVE_ID, SHARDING_INFO = "save_id", "DCP_SHARDING_INFO"
@@ -107,8 +119,7 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
     """
     items = []
     for (_, dtype, _, start), name in zip(entries, to_json_texts([key for key, *_ in entries]), strict=True):
-        offsets = (*start, 0) if dtype == "C128" else start
-        items.append(f'{name}: {{"saved_offsets": [{", ".join(map(str, offsets))}]}}')
+        items.append(f"{name}: {_offsets_text((*start, 0) if dtype == 'C128' else start)}")
     tensors = [(key, *to_header_type(dtype, shape)) for key, dtype, shape, _ in entries]
     metadata = {"format": "pt", SHARDING_INFO: f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
     header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
