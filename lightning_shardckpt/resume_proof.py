@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tuning, set_default_root_dir
+from lightning_shardckpt.compat.lightning_trainer import intercept_fit, set_default_root_dir
 
 
 @cache
@@ -45,14 +45,14 @@ class ProofCallback(Callback):
         self._batches = steps // 2 if run == "resumed" else 0
 
     def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
-        """Prepare a fit that is about to begin; all but the first that trains are left alone.
+        """Prepare a fit that is about to begin; all but the first are left alone.
 
         Args:
             trainer: of the fit.
             arguments: of the call, by name; takes the checkpoint of the proof.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
-        if self._trainer is not None or self not in callbacks or is_tuning(trainer):
+        if self._trainer is not None or self not in callbacks:
             return
         self._trainer = trainer
         if self._batches:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
@@ -219,15 +219,6 @@ def intercept_fit(before: BeforeFit) -> Callable[[], None]:
         pl.Trainer.fit = original  # type: ignore[method-assign]
 
     return undo
-
-
-def is_tuning(trainer: pl.Trainer) -> bool:
-    """Return whether a fit is run by ``Tuner``, which searches for a learning rate or batch size and exits.
-
-    Relies on the flag ``_early_exit`` of the callback that ``Tuner`` adds.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
-    return any(c._early_exit for c in callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder))
 
 
 def refuse_averaging_of_modules(trainer: pl.Trainer) -> None:

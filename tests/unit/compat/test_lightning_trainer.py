@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
@@ -25,7 +24,7 @@ from torchmetrics import CatMetric, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
-from tests.support.boring import QUIET, Asks, batches, trainer
+from tests.support.boring import QUIET, Asks, trainer
 from tests.support.pool import run_ranks
 
 
@@ -142,24 +141,6 @@ def test_what_ranks_cannot_make_one_is_refused() -> None:
     compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
     with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
-
-
-class Tuned(BoringModel):
-    lr = 0.1
-
-
-def test_a_fit_of_the_tuner_is_told_from_one_that_trains(tmp_path: Path) -> None:
-    found: list[bool] = []
-    undo = compat.intercept_fit(lambda run, arguments: found.append(compat.is_tuning(run)))
-    try:
-        run = trainer(tmp_path, LearningRateFinder(num_training_steps=2), max_steps=1, limit_val_batches=0)
-        run.fit(Tuned(), batches(4))  # which looks for a learning rate, and trains
-        run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
-        Tuner(run).lr_find(Tuned(), batches(4), num_training=2)
-        run.fit(Tuned(), batches(4))
-    finally:
-        undo()
-    assert found == [False, True, False]
 
 
 def sums() -> list[float]:
