@@ -143,6 +143,18 @@ def test_what_ranks_cannot_make_one_is_refused() -> None:
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
 
 
+def test_each_fit_and_its_arguments_are_seen_before_it_begins(tmp_path: Path) -> None:
+    found: list[Any] = []
+    undo = compat.intercept_fit(lambda run, arguments: found.append((run, [*arguments])))
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    try:
+        run.fit(BoringModel())
+    finally:
+        undo()
+    run.fit(BoringModel())
+    assert found == [(run, ["model"])]
+
+
 def sums() -> list[float]:
     def total(metric: SumMetric) -> float:
         metric.reset()
