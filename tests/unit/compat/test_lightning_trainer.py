@@ -152,7 +152,7 @@ def test_each_fit_and_its_arguments_are_seen_before_it_begins(tmp_path: Path) ->
     finally:
         undo()
     run.fit(BoringModel())
-    assert found == [(run, ["model"])]
+    assert found == [(run, ["self", "model"])]
 
 
 def sums() -> list[float]:
