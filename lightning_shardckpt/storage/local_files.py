@@ -303,18 +303,18 @@ class Temporary:
             self._let_go()
 
     def drop(self) -> OSError | None:
-        """Delete the content, unless it was published; return the error if it stays, as a leftover."""
+        """Delete the content, unless it was published; return the error if it or its claim stays, as a leftover."""
         error = delete(self.path) if self.is_held else None
-        self._let_go()
-        return error
+        return self._let_go() or error
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> OSError | None:
+        error = None
         if self.is_held:
             if not os.path.lexists(self.path):
-                with suppress(OSError):
-                    os.unlink(self._claim)
+                error = delete(self._claim)
             _release(self._file)
             self._file = -1
+        return error
 
     def _remove_leftover(self, path: str, claim: str) -> None:
         exists, error = os.path.lexists(path), delete(path) or delete(claim)
