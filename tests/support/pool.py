@@ -1,9 +1,9 @@
 """Run a function on several ranks, each in a process of its own, in milliseconds.
 
 One fork server imports torch and Lightning once, starts no thread and runs no backward, and forks a fresh child per
-rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
-supervises the children; results, output and stack dumps come back through files. The side that pytest runs imports
-neither torch nor lightning_shardckpt. Under xdist, workers.py makes the server along with the worker.
+rank and call; a fork of it that has imported lightning_shardckpt and the file of the test, too, does so for most calls.
+The server alone supervises the children; results, output and stack dumps come back through files. The side that pytest
+runs imports neither torch nor lightning_shardckpt. Under xdist, workers.py makes the server along with the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
@@ -390,38 +390,70 @@ def fork_server() -> None:
 def _serve(jobs: IO[str]) -> None:
     _spare_threads_of_gloo()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
-    other = _server_with_package()
+    other = _fork_another(_serve_with_package)
+    assert other
     for line in jobs:
-        if _Job(*json.loads(line)).bare:
-            reply = _answer(line)
-        else:
-            other.write(line)
-            other.flush()
-            reply = other.readline()
-            assert reply, "the server that has imported the package ended"
-        jobs.write(reply)
+        jobs.write(_answer(line) if _Job(*json.loads(line)).bare else _pass_on(line, other))
         jobs.flush()
 
 
-def _server_with_package() -> IO[str]:
-    """Fork a server that has imported all of the package; it takes lines and replies as this one does."""
+def _fork_another(serve: Callable[[IO[str]], None]) -> IO[str] | None:
+    """Fork a server that takes lines and replies as this one does, once it has said that it can; None if it can't."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     if os.fork() == 0:
         die_with(parent)
         ours.close()
-        for module in pkgutil.walk_packages([str(ROOT / PACKAGE)], f"{PACKAGE}."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
-        be_ready_to_fork()
-        use_huge_pages()
         with theirs.makefile("rw") as jobs:
-            for line in jobs:
-                jobs.write(_answer(line))
-                jobs.flush()
+            serve(jobs)
         os._exit(0)
     theirs.close()
-    return ours.makefile("rw")
+    line = ours.makefile("rw")
+    if line.readline():
+        return line
+    line.close()
+    os.wait()
+    return None
+
+
+def _pass_on(line: str, other: IO[str]) -> str:
+    other.write(line)
+    other.flush()
+    reply = other.readline()
+    assert reply, "a server that has imported more ended"
+    return reply
+
+
+def _serve_with_package(jobs: IO[str]) -> None:
+    """Import all of the package; a fork of it imports the file of the test that runs, for all calls of that file."""
+    for module in pkgutil.walk_packages([str(ROOT / PACKAGE)], f"{PACKAGE}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    be_ready_to_fork()
+    use_huge_pages()
+    print(file=jobs, flush=True)
+    name, other = "", None
+    for line in jobs:
+        wanted = _Job(*json.loads(line)).env.get("PYTEST_CURRENT_TEST", "").partition(".py::")[0].replace("/", ".")
+        if wanted != name:
+            if other:
+                other.close()  # which ends it
+                os.wait()
+            name, other = wanted, _fork_another(partial(_serve_with_test, wanted))
+        jobs.write(_pass_on(line, other) if other else _answer(line))
+        jobs.flush()
+
+
+def _serve_with_test(name: str, jobs: IO[str]) -> None:
+    try:
+        importlib.import_module(name)
+        be_ready_to_fork()
+    except BaseException:  # each rank imports it, and says why it can't
+        return
+    print(file=jobs, flush=True)
+    for line in jobs:
+        jobs.write(_answer(line))
+        jobs.flush()
 
 
 def be_ready_to_fork() -> None:
