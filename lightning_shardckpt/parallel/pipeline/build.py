@@ -28,7 +28,7 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     copy_without_weights,
     register_placeholders,
 )
-from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
+from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, PipelineRunner
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
@@ -186,7 +186,7 @@ class StagedModule:
         for name, stages in self.plan.units().items():
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.copies[name]
-            add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
+            Gate(gates, module, name, places[name], Stub(self.copies[name], name), owned=owned)
         staged = [m for name, m in root.named_modules() if is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return PipelineRunner(

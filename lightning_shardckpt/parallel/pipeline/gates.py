@@ -193,17 +193,27 @@ class Stub:
 
 
 class Gate:
-    """The gate of one module; decides if a call computes it.
+    """The gate of one module, put in front of it; decides if a call computes the module.
+
+    Make it after FSDP, whose hooks must run inside the gate.
 
     Args:
+        gates: those of all modules.
+        module: this one.
+        fqn: its name.
         place: the index among the layers, or the place of another module.
+        stub: infers its outputs.
         owned: True if this rank has the module.
     """
 
-    def __init__(self, gates: Gates, fqn: str, place: int | Where, stub: Stub, *, owned: bool) -> None:
-        self._gates, self._fqn, self._place, self._stub, self._owned = gates, fqn, place, stub, owned
+    def __init__(
+        self, gates: Gates, module: nn.Module, fqn: str, place: int | Where, stub: Stub, *, owned: bool
+    ) -> None:
+        self._gates, self._module, self._fqn = gates, ref(module), fqn
+        self._place, self._stub, self._owned = place, stub, owned
+        intercept_calls(module, lambda forward, *args, **kwargs: self._call(forward, args, kwargs))
 
-    def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of the module: compute it by ``forward``, return placeholders, or end the stage run."""
         run = self._gates.running
         if run is None:
@@ -214,42 +224,33 @@ class Gate:
                     "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1. (The "
                     "Trainer runs a module with example_input_array: leave that out, or enable_model_summary=False.)"
                 )
-            return self._compute(module, forward, args, kwargs)
+            return self._compute(forward, args, kwargs)
         if isinstance(self._place, int):
-            return self._call_layer(run, self._place, module, forward, args, kwargs)
+            return self._call_layer(run, self._place, forward, args, kwargs)
         if self._owned and run.computes(self._place):
-            return self._compute(module, forward, args, kwargs)
-        return self._infer(run, module, args, kwargs, flatten_call(args, kwargs))
+            return self._compute(forward, args, kwargs)
+        return self._infer(run, args, kwargs, flatten_call(args, kwargs))
 
     def _call_layer(
-        self,
-        run: StageRun,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, run: StageRun, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._check_order(run, index)
         run.next += 1
         last = len(self._gates.layers) - 1
         flat = flatten_call(args, kwargs)
         leaves = flat[0]
-        if run.kind == "probe":
-            if index == min(run.stop, last):
-                run.positions = tuple(placeholder_positions(leaves))
-                raise StageExit
-            return self._infer(run, module, args, kwargs, flat)
-        if run.kind == "finish":
-            if index < last:
-                return self._infer(run, module, args, kwargs, flat)
+        if run.kind == "probe" and index == min(run.stop, last):
+            run.positions = tuple(placeholder_positions(leaves))
+            raise StageExit
+        if run.kind == "finish" and index == last:
             run.drew = run.has_drawn(run.advances)
-            out = self._infer(run, module, args, kwargs, flat)
+            out = self._infer(run, args, kwargs, flat)
             assert run.fill_in is not None
             return run.fill_in({position: leaves[position] for position in placeholder_positions(leaves)}, out)
-        _refuse_autograd_function(self._fqn)
-        if index < run.start:
-            return self._infer(run, module, args, kwargs, flat)
+        if run.kind == "run":
+            _refuse_autograd_function(self._fqn)
+        if run.kind != "run" or index < run.start:
+            return self._infer(run, args, kwargs, flat)
         if index == run.start:
             self._receive(run, leaves)
         ends_after = index == last < run.stop and not run.whole
@@ -262,7 +263,7 @@ class Gate:
             if run.draws:
                 run.checks = (rng_checksum(),)
             raise StageExit
-        out = self._compute(module, forward, args, kwargs)
+        out = self._compute(forward, args, kwargs)
         if ends_after:
             run.outputs += [self._check_plain(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
             raise StageExit
@@ -328,39 +329,31 @@ class Gate:
             )
         return leaf
 
-    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not module.training:
+    @property
+    def _is_training(self) -> bool:
+        module = self._module()
+        assert module is not None  # it is being called
+        return module.training
+
+    def _compute(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_training:
             return forward(*args, **kwargs)
-        run = self._gates.running
-        if run is None or run.kind != "probe":  # a probe looks for draws outside of modules
-            self._advance(run)
+        self._advance(self._gates.running)
         # Draws of a module must not shift the draws outside of modules, which all stages make.
         with derive_rng(self._fqn):
             return forward(*args, **kwargs)
 
-    def _advance(self, run: StageRun | None) -> None:
-        advance_rng()
-        if run is not None:
-            run.advances += 1
-
-    def _infer(
-        self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: _Flat
-    ) -> Any:
-        if module.training and run.kind != "probe":
+    def _infer(self, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any], flat: _Flat) -> Any:
+        if self._is_training:
             self._advance(run)  # as in `_compute`, so that all stages draw the same numbers later
-        return self._stub(args, kwargs, flat, like=module if self._owned else None)
+        return self._stub(args, kwargs, flat, like=self._module() if self._owned else None)
 
-
-def add_gate(module: nn.Module, gate: Gate) -> None:
-    """Put ``gate`` in front of ``module``. Call it after FSDP, whose hooks must run inside the gate."""
-    owner = ref(module)
-
-    def call(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        module = owner()
-        assert module is not None  # it is being called
-        return gate.call(module, forward, args, kwargs)
-
-    intercept_calls(module, call)
+    def _advance(self, run: StageRun | None) -> None:
+        if run is None:
+            advance_rng()
+        elif run.kind != "probe":  # a probe looks for draws outside of modules
+            advance_rng()
+            run.advances += 1
 
 
 def _cache_key(leaf: Any) -> Any:

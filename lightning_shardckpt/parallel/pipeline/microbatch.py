@@ -119,31 +119,14 @@ def _map(value: Any, convert: Callable[[Any, str], Any], where: str) -> Any:
         return converted
     if isinstance(value, Mapping):
         items = {key: _map(item, convert, f"{where}[{key!r}]") for key, item in value.items()}
-        return items if type(value) is dict else _like_mapping(value, items)
+        return type(value)(items)  # type: ignore[call-arg]  # also Hugging Face's BatchEncoding
     if isinstance(value, list | tuple):
         parts = [_map(item, convert, f"{where}[{number}]") for number, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    names = [field.name for field in dataclasses.fields(value)]
-    return _with_fields(value, {name: _map(getattr(value, name), convert, f"{where}.{name}") for name in names})
-
-
-def _with_fields(original: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass with other fields, without a call of ``__init__`` as in ``dataclasses.replace``."""
-    result = copy.copy(original)
-    for name, value in fields.items():
-        object.__setattr__(result, name, value)  # the class may be frozen
+    result = copy.copy(value)
+    for name in [field.name for field in dataclasses.fields(value)]:  # the class may be frozen
+        object.__setattr__(result, name, _map(getattr(value, name), convert, f"{where}.{name}"))
     return result
-
-
-def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the class of ``original``, such as Hugging Face's BatchEncoding."""
-    try:
-        return type(original)(items)
-    except TypeError as error:
-        raise UnsupportedCodeError(
-            f"cannot split this batch into microbatches: {type(original).__name__} cannot be made from a dict "
-            f"({error}). Collate into a dict, or use Pipeline(microbatches=1)."
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,29 +52,36 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """An object and its content, as values that are equal to later ones as long as nothing has changed."""
+    """An object and its content, as values that are equal to later ones as long as nothing has changed.
+
+    Attributes:
+        value: the object.
+        content: None for what cannot change.
+        copy: of a tensor that is an attribute or a buffer itself, to restore it.
+    """
 
     value: Any
     content: Any = None
+    copy: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any) -> _Mark:
+    def of(cls, value: Any, *, copies: bool = False) -> _Mark:
         if isinstance(value, dict):
             return cls(value, [(key, cls.of(item)) for key, item in value.items()])
         if isinstance(value, list | tuple | deque):
             return cls(value, [cls.of(item) for item in value])
-        if isinstance(value, Tensor):
-            return cls(value, None if isinstance(value, Placeholder) else version_of(value))
+        if isinstance(value, Tensor) and not isinstance(value, Placeholder):
+            copied = copies and value.numel() <= _COPIED
+            return cls(value, version_of(value), value.detach().clone() if copied else None)
         if isinstance(value, np.ndarray):
             return cls(value, value.tobytes())
         return cls(value, set(value) if isinstance(value, set) else None)
 
     def restore(self) -> None:
-        """Put the content back into a container or an array; tensors inside containers stay."""
+        """Put the content back into a container, an array, or a tensor of which there is a copy."""
         value = self.value
         if isinstance(value, dict | list | tuple | deque):
-            pairs = self.content if isinstance(value, dict) else enumerate(self.content)
-            items = dict(pairs)
+            items = dict(self.content if isinstance(value, dict) else enumerate(self.content))
             for mark in items.values():
                 mark.restore()
             if not isinstance(value, tuple):
@@ -86,6 +93,11 @@ class _Mark:
         elif isinstance(value, set):
             value.clear()
             value.update(self.content)
+        elif isinstance(value, Placeholder) and self.copy is not None:  # overwritten by an unknown value
+            value.become(self.copy.clone(), requires_grad=False)
+        elif self.copy is not None:
+            with torch.no_grad():
+                value.copy_(self.copy)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Mark) and self.value is other.value and self.content == other.content
@@ -94,50 +106,25 @@ class _Mark:
 
 
 class _SavedModule:
-    """The plain attributes and the buffers of one module. The frequent check `is_unchanged` is the cheapest."""
+    """The plain attributes and the buffers of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._attributes, self._buffers = dict(vars(module)), dict(buffer_slots(module))
-        self.values = _values(module)
-        # numbers are compared by identity
-        self.marks = {key: _Mark.of(value) for key, value in self.values.items() if type(value) not in _NUMBERS}
-        self._copies = list[tuple[Tensor, Any, Tensor]]()
-        for mark in self.marks.values():
-            value = mark.value
-            if mark.content is not None and isinstance(value, Tensor) and value.numel() <= _COPIED:
-                self._copies.append((value, mark.content, value.detach().clone()))
-
-    def is_same(self, key: _Key, value: Any) -> bool:
-        """Return True if ``value`` is the saved one, and unchanged."""
-        if key not in self.values or value is not self.values[key]:
-            return False
-        return key not in self.marks or self.marks[key] == _Mark.of(value)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """True if nothing has changed since the snapshot."""
-        return (
-            _are_same(vars(self.module), self._attributes)
-            and _are_same(buffer_slots(self.module), self._buffers)
-            and all(mark == _Mark.of(mark.value) for mark in self.marks.values())
-        )
+        self.marks = {key: _Mark.of(value, copies=True) for key, value in _values(module).items()}
+        self._mutable = [mark for mark in self.marks.values() if mark.content is not None]
 
     def restore(self) -> None:
         """Restore what attributes and buffers refer to, and the values of tensors and containers."""
-        for mark in self.marks.values():
+        for mark in self._mutable:
             if mark != _Mark.of(mark.value):
                 mark.restore()
-        for name, is_buffer in _values(self.module).keys() - self.values.keys():
-            del _slots(self.module, (name, is_buffer))[name]
+        if _are_same(vars(self.module), self._attributes) and _are_same(buffer_slots(self.module), self._buffers):
+            return
+        for key in _values(self.module).keys() - self.marks.keys():
+            del _slots(self.module, key)[key[0]]
         vars(self.module).update(self._attributes)
         buffer_slots(self.module).update(self._buffers)
-        for tensor, version, copy in self._copies:
-            if isinstance(tensor, Placeholder):  # overwritten by an unknown value
-                tensor.become(copy.clone(), requires_grad=False)
-            elif version_of(tensor) != version:
-                with torch.no_grad():
-                    tensor.copy_(copy)
 
 
 class ModuleSnapshot:
@@ -154,8 +141,7 @@ class ModuleSnapshot:
     def restore(self) -> None:
         """Restore the modules."""
         for saved in self._saved.values():
-            if not saved.is_unchanged:
-                saved.restore()
+            saved.restore()
 
     def changes(self) -> list[Change]:
         """Return all changes since the snapshot. Tensors are copies without history, in host memory.
@@ -168,17 +154,18 @@ class ModuleSnapshot:
         for module, saved in self._saved.items():
             now = _values(saved.module)
             for key, value in now.items():
-                if saved.is_same(key, value) or id(value) in extended:
+                old, new = saved.marks.get(key), _Mark.of(value)
+                if new == old or id(value) in extended:
                     continue
                 _check_known(saved.module, key[0], value)
-                is_same = value is saved.values.get(key) and isinstance(value, list | dict | set | deque)
-                old = saved.marks[key].content if is_same and isinstance(value, list) else None
-                if old is not None and _Mark.of(value).content[: len(old)] == old:
+                is_same = old is not None and value is old.value and isinstance(value, list | dict | set | deque)
+                start = old.content if old is not None and is_same and isinstance(value, list) else None
+                if start is not None and new.content[: len(start)] == start:
                     extended.add(id(value))
-                    changes.append(Change(module, *key, "extend", to_portable(value[len(old) :])))
+                    changes.append(Change(module, *key, "extend", to_portable(value[len(start) :])))
                 else:  # a container stays the same object, which others may have, too
                     changes.append(Change(module, *key, "fill" if is_same else "set", to_portable(value)))
-            gone = [key for key in saved.values if key[0] not in _slots(saved.module, key)]
+            gone = [key for key in saved.marks if key[0] not in _slots(saved.module, key)]
             changes += [Change(module, *key, "delete") for key in gone]
         return changes
 
@@ -238,6 +225,8 @@ def _slots(module: nn.Module, key: _Key) -> MutableMapping[str, Any]:
 
 
 def _is_plain(value: Any, name: str, module: nn.Module) -> bool:
+    if type(value) in _NUMBERS:  # as most are
+        return True
     if isinstance(value, list | tuple | set | deque):
         return all(_is_plain(item, name, module) for item in value)
     if isinstance(value, np.ndarray):
