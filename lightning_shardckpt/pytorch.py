@@ -377,7 +377,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.sharded.gradients.blocked():
+        with self.sharded.gradients.no_sync():
             yield
 
     @override

@@ -87,7 +87,7 @@ class BackwardSyncControl:
         sharded = get_sharded(module)
         if sharded is None:
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
-        return sharded.gradients.blocked() if enabled else nullcontext()
+        return sharded.gradients.no_sync() if enabled else nullcontext()
 
 
 class SetUpModules(list[ShardedModule]):

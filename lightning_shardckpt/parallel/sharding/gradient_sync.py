@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
@@ -36,7 +35,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     gradient_hooks,
     without_torch_function,
 )
-from lightning_shardckpt.distributed.host_numbers import gather_numbers, on_device, wait_for
+from lightning_shardckpt.distributed.host_numbers import on_device, reduce_tensor
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
@@ -48,9 +47,10 @@ from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import sharding_of
 
+# ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+
+class Reduction(NamedTuple):
     """How gradients are reduced.
 
     Attributes:
@@ -60,14 +60,14 @@ class Reduction:
     """
 
     group: dist.ProcessGroup
-    scale: float = 1.0
-    dtype: torch.dtype | None = None
+    scale: float
+    dtype: torch.dtype | None
 
-    def widen(self, gradient: Tensor) -> Tensor:
-        """Return a gradient in the dtype of the sums."""
-        if not gradient.is_floating_point():
-            return gradient
-        return gradient.to(self.dtype or (torch.float32 if gradient.itemsize < 4 else gradient.dtype))
+    def total(self, gradient: Tensor) -> Tensor:
+        """Return the sum of a gradient over the ranks, in the dtype of the sums. Collective; reuses the memory."""
+        if gradient.is_floating_point():
+            gradient = gradient.to(self.dtype or (torch.float32 if gradient.itemsize < 4 else gradient.dtype))
+        return reduce_tensor(gradient, self.group, None)
 
 
 class _Reduce(torch.autograd.Function):
@@ -78,9 +78,7 @@ class _Reduce(torch.autograd.Function):
         ctx.reduction = reduction
         refuse_batched(gradient)
         reduced = gradient.clone(memory_format=torch.contiguous_format)
-        total = reduction.widen(local_tensor(reduced))
-        dist.all_reduce(total, group=reduction.group)
-        local_tensor(reduced).copy_(total.mul_(reduction.scale))
+        local_tensor(reduced).copy_(reduction.total(local_tensor(reduced)).mul_(reduction.scale))
         return reduced
 
     @staticmethod
@@ -94,9 +92,81 @@ def _reduce_now(reductions: Iterable[Reduction], gradient: Tensor) -> Tensor:
     return gradient
 
 
-Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
+class _LocalGradient(Tensor):
+    """A gradient with the batches of this rank; one process would have the gradient of all."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kind_of(func) is not Kind.METADATA and name_of(func) not in ("zero_", "_foreach_zero_"):
+            raise UnsupportedCodeError(
+                f"{name_of(func)} of the gradient of a replicated parameter, which has the batches of this rank alone, "
+                "in a backward or while gradients accumulate. Use it in on_before_optimizer_step, in a hook of the "
+                "parameter (register_hook), or train with data_parallel_shard_size greater than 1."
+            )
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
 
 _BUFFER_BYTES = 25 << 20  # as in DistributedDataParallel
+
+
+@torch.no_grad()
+def _reduce_together(
+    parameters: Iterable[nn.Parameter],
+    reduction: Reduction,
+    is_changed: Callable[[nn.Parameter], bool],
+    device: torch.device,
+) -> None:
+    """Reduce the gradients of trained parameters on ``device``, many in one buffer.
+
+    A gradient that no rank has changed stays as it is, even if None; one that only other ranks have is created. A host
+    waits for its device if it does not contribute to all.
+
+    Collective: every rank of the group must call it, with the same parameters in the same order.
+
+    Args:
+        parameters: plain parameters, or DTensors with the same sharding on all ranks of the group.
+        reduction: of the gradients.
+        is_changed: whether this rank contributes to the gradient of a parameter.
+        device: of the collectives.
+    """
+    for alike in _buffers(parameter for parameter in parameters if parameter.requires_grad):
+        marks = [float(is_changed(parameter)) for parameter in alike]
+        with without_torch_function():
+            pieces = [
+                local_tensor(torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1) for p in alike
+            ]
+            flat = torch.cat([*pieces, on_device(marks, alike[0].dtype, alike[0].device)]).to(device)
+        *sums, anywhere = torch.split(reduction.total(flat), [*map(len, pieces), len(marks)])
+        exist = marks if all(marks) else (anywhere != 0).tolist()
+        for parameter, exists, total in zip(alike, exist, sums, strict=True):
+            if type(parameter.grad) is _LocalGradient:
+                parameter.grad.__class__ = Tensor  # type: ignore[assignment]  # back to what it was
+            if exists:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                target = local_tensor(parameter.grad)
+                target.copy_(total.mul_(reduction.scale).view(target.shape))
+
+
+def _buffers(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype and device whose gradients fill one buffer."""
+    alike, sizes = defaultdict[Any, list[nn.Parameter]](list), defaultdict[Any, int](int)
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        alike[key].append(parameter)
+        sizes[key] += parameter.numel() * parameter.itemsize
+        if sizes[key] >= _BUFFER_BYTES:
+            yield alike.pop(key)
+            sizes[key] = 0
+    yield from alike.values()
+
+
+# ── the gradients of a module ───────────────────────────────────────────────────────────────────────────────────────
+
+
 _reductions: MutableMapping[Tensor, list[Reduction]] = WeakIdKeyDictionary()
 """The reductions of a parameter's gradients, one after the other: over tensor-parallel ranks, over replicas."""
 _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
@@ -109,7 +179,7 @@ class GradientSync:
     Args:
         root: the sharded module.
         meshes: the device meshes.
-        device: where gradients of ``shared`` are summed.
+        device: where gradients are summed.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
         reduce_dtype: the dtype of the sums; None for the dtype of the gradients, but at least float32.
         shared: parameters on several pipeline stages, with the group of their ranks, in the same order on all ranks.
@@ -117,7 +187,7 @@ class GradientSync:
     Attributes:
         adopted: plain parameters that the module got after it was sharded.
         has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` does not communicate.
-        is_blocked: whether `backward` only accumulates.
+        is_blocked: whether a backward only accumulates.
     """
 
     def __init__(
@@ -128,7 +198,7 @@ class GradientSync:
         *,
         partial: Collection[str] = (),
         reduce_dtype: torch.dtype | None = None,
-        shared: Shared = (),
+        shared: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
     ) -> None:
         topology = meshes.topology
         self._root, self._device, self._shared, self._dtype = root, device, shared, reduce_dtype
@@ -142,28 +212,23 @@ class GradientSync:
         """A weak reference to the function that the running backward calls at its end."""
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
-        self._adopts, self._checked = True, False
-        self.is_blocked = self._accumulates = False
+        self._adopts, self._checked, self.is_blocked = True, False, False
         self._is_pipelined = topology.pipeline > 1
         self.has_stage_alone = topology.world_size == topology.pipeline
-        self._reduce_own_parameters(frozenset(partial))
+        managed = {id(p) for module in self._fsdp for p in module.parameters() if isinstance(p, DTensor)}
+        for name, parameter in root.named_parameters():
+            if isinstance(parameter, ShardedTensor):
+                self._keep_part(parameter)
+            elif id(parameter) not in managed:
+                is_partial = self._tensor_group is not None and name in partial
+                self._reduce_later(parameter, [Reduction(meshes.tensor_group, 1, reduce_dtype)] if is_partial else [])
         _watch_for_new_parameters(root, self._adopt)
 
     # --- replicated parameters ---
 
-    def _reduce_own_parameters(self, partial: frozenset[str]) -> None:
-        managed = {id(p) for module in self._fsdp for p in module.parameters() if isinstance(p, DTensor)}
-        for name, parameter in self._root.named_parameters():
-            if isinstance(parameter, ShardedTensor):
-                self._keep_part(parameter)
-            elif id(parameter) not in managed:
-                group = self._tensor_group if name in partial else None
-                self._reduce_later(parameter, [] if group is None else [Reduction(group, dtype=self._dtype)])
-
     def _keep_part(self, leaf: Any) -> None:
         """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
-        sharding = sharding_of(leaf)
-        if sharding.batches == 1 and not self._is_pipelined and _is_trainable(leaf):
+        if sharding_of(leaf).batches == 1 and not self._is_pipelined and _is_trainable(leaf):
             mark_part(leaf)
             with _trained(leaf), without_torch_function():
                 handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
@@ -194,30 +259,27 @@ class GradientSync:
         refuse_sparse(gradient)
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # such as a partial sum
             gradient = gradient.redistribute(placements=parameter.placements)
-        is_used = torch.is_grad_enabled() or _count_hooks(parameter) or returns_gradient_of(parameter)
-        if self._mean is None or is_used:
+        hooks = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
+        has_hooks = hooks > len(_handles.get(parameter, ()))
+        if self._mean is None or torch.is_grad_enabled() or has_hooks or returns_gradient_of(parameter):
             return _reduce_now(_reductions[parameter], gradient)
         self._changed.add(id(parameter))
         return _reduce_now(sums, gradient)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if id(parameter) not in self._changed:
-            return
-        if type(parameter.grad) is Tensor:
-            parameter.grad.__class__ = _LocalGradient
-        if not self._accumulates and self._queued() is None:
-            finish = partial(self._finish)
-            self._queued = ref(finish)
-            after_backward(finish)
-
-    def _finish(self) -> None:
-        if not self._accumulates:
-            self._reduce_replicated()
+        if id(parameter) in self._changed:
+            if type(parameter.grad) is Tensor:
+                parameter.grad.__class__ = _LocalGradient
+            if not self.is_blocked and self._queued() is None:
+                finish = partial(self._reduce_replicated)
+                self._queued = ref(finish)
+                after_backward(finish)
 
     def _reduce_replicated(self) -> None:
         """Reduce the gradients that any rank has changed. Collective: every data-parallel rank must call it."""
-        if self._mean is not None:
-            reduce_gradients(self._replicated, self._mean, lambda p: id(p) in self._changed and p.grad is not None)
+        if self._mean is not None and not self.is_blocked:
+            is_changed = lambda p: id(p) in self._changed and p.grad is not None  # noqa: E731
+            _reduce_together(self._replicated, self._mean, is_changed, self._device)
             self._changed.clear()
 
     # --- parameters that the module gets later ---
@@ -231,7 +293,7 @@ class GradientSync:
         finally:
             self._adopts = True
 
-    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         new = [p for p in parameters if self._adopts and p not in self.adopted and p not in _reductions]
         if new and self._is_pipelined:
             raise UnsupportedCodeError(
@@ -245,32 +307,21 @@ class GradientSync:
     # --- a backward ---
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Inside, `backward` only accumulates."""
-        self.is_blocked = True
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes only accumulate gradients, and reduce none of replicated parameters."""
+        before, self.is_blocked = self.is_blocked, True
         try:
             yield
         finally:
-            self.is_blocked = False
-
-    @contextmanager
-    def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, backward passes only accumulate gradients of replicated parameters, or don't if not ``enabled``."""
-        before, self._accumulates = self._accumulates, enabled
-        try:
-            yield
-        finally:
-            self._accumulates = before
+            self.is_blocked = before
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, a backward may run; after it, gradients are synchronized, unless they only accumulate."""
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self.is_blocked, recurse=False)
-        with self.no_sync(self.is_blocked):
-            yield
-        if not self.is_blocked:
-            self._check()
+        yield
+        self._check()
 
     def reset(self) -> None:
         """Discard the state of a step that raised an error and ended the run, and gradients that are not reduced."""
@@ -280,7 +331,8 @@ class GradientSync:
                 parameter.grad = None
 
     def _check(self) -> None:
-        if not self._checked and self._tensor_group is not None:
+        """Compare the gradients of replicated parameters over tensor-parallel ranks, in the first complete backward."""
+        if not self._checked and not self.is_blocked and self._tensor_group is not None:
             self._checked = True
             check_gradients(self._root, self._tensor_group)
 
@@ -312,13 +364,12 @@ class GradientSync:
         if self.is_blocked:
             return
         self._reduce_replicated()
-        together: dict[dist.ProcessGroup, list[nn.Parameter]] = defaultdict(list)
+        together = defaultdict[dist.ProcessGroup, list[nn.Parameter]](list)
         for parameter, group in self._shared:
-            if parameter.requires_grad:
-                together[group].append(parameter)
+            together[group].append(parameter)
         for group, parameters in together.items():
-            reduction = Reduction(group, dtype=self._dtype)
-            reduce_gradients(parameters, reduction, lambda p: p.grad is not None, device=self._device, asks_host=True)
+            reduction = Reduction(group, 1, self._dtype)
+            _reduce_together(parameters, reduction, lambda p: p.grad is not None, self._device)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -356,98 +407,6 @@ def _put_first(hooks: dict[int, Any] | None, handle: RemovableHandle) -> None:
     hooks.update({handle.id: own, **others})
 
 
-def _count_hooks(parameter: nn.Parameter) -> int:
-    """Return the number of hooks on the gradient of a parameter, without those of `GradientSync`."""
-    every = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
-    return every - len(_handles.get(parameter, ()))
-
-
-class _LocalGradient(Tensor):
-    """A gradient with the batches of this rank; one process would have the gradient of all."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if kind_of(func) is not Kind.METADATA and name_of(func) not in ("zero_", "_foreach_zero_"):
-            raise UnsupportedCodeError(
-                f"{name_of(func)} of the gradient of a replicated parameter, which has the batches of this rank alone, "
-                "in a backward or while gradients accumulate. Use it in on_before_optimizer_step, in a hook of the "
-                "parameter (register_hook), or train with data_parallel_shard_size greater than 1."
-            )
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def reduce_gradients(
-    parameters: Iterable[nn.Parameter],
-    reduction: Reduction,
-    is_changed: Callable[[nn.Parameter], bool],
-    *,
-    device: torch.device | None = None,
-    asks_host: bool = False,
-) -> None:
-    """Reduce the gradients of trained parameters, many in one buffer.
-
-    Collective: every rank of the group must call it, with the same parameters in the same order. A gradient that no
-    rank has changed stays as it is, even if None; one that only other ranks have is created.
-
-    Args:
-        parameters: plain parameters, or DTensors with the same sharding on all ranks of the group.
-        reduction: of the gradients.
-        is_changed: whether this rank contributes to the gradient of a parameter.
-        device: where to reduce; by default the device of the gradients.
-        asks_host: exchange over gloo which ranks contribute, where ranks usually differ in that: by default a host
-            that does not contribute everywhere waits for its device.
-    """
-    for alike in _group_alike(parameter for parameter in parameters if parameter.requires_grad):
-        marks = [float(is_changed(parameter)) for parameter in alike]
-        with without_torch_function():
-            flat = torch.cat([_flat_gradient(parameter) for parameter in alike])
-            flat = reduction.widen(flat if device is None else flat.to(device))
-            flat = torch.cat([flat, on_device(marks, flat.dtype, flat.device)])  # a mark is 1 if this rank contributes
-        work = dist.all_reduce(flat, group=reduction.group, async_op=True)
-        assert work is not None  # since this rank is in the group
-        wait_for(work) if flat.is_cpu else work.wait()  # on a GPU, only the stream waits
-        *sums, anywhere = torch.split(flat, [*(local_tensor(parameter).numel() for parameter in alike), len(marks)])
-        if asks_host:
-            anywhere = gather_numbers(torch.tensor(marks), reduction.group).sum(0)
-        exist = marks if all(marks) else (anywhere != 0).tolist()
-        for parameter, exists, total in zip(alike, exist, sums, strict=True):
-            if type(parameter.grad) is _LocalGradient:
-                parameter.grad.__class__ = Tensor  # type: ignore[assignment]  # back to what it was
-            if exists:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                target = local_tensor(parameter.grad)
-                target.copy_(total.mul_(reduction.scale).view(target.shape))
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        local = local_tensor(parameter)
-        return local.new_zeros(local.numel())
-    return local_tensor(parameter.grad).detach().reshape(-1)
-
-
-def _group_alike(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one dtype and device whose gradients fill one buffer."""
-    alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        alike[parameter.dtype, parameter.device].append(parameter)
-    for group in alike.values():
-        part, size = list[nn.Parameter](), 0
-        for parameter in group:
-            part.append(parameter)
-            size += parameter.numel() * parameter.itemsize
-            if size >= _BUFFER_BYTES:
-                yield part
-                part, size = [], 0
-        if part:
-            yield part
-
-
 def build_sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:
     """Return a process group for each set of pipeline ranks that this rank is in.
 
@@ -460,38 +419,30 @@ def build_sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dic
             groups[pipeline_ranks] = meshes.pipeline_group
         elif len(pipeline_ranks) > 1:
             for pipeline in pipelines:
-                members = [pipeline[rank] for rank in sorted(pipeline_ranks)]
-                group = dist.new_group(members)
+                group = dist.new_group(members := [pipeline[rank] for rank in sorted(pipeline_ranks)])
                 if dist.get_rank() in members:
                     groups[pipeline_ranks] = group
     return groups
 
 
-# ── parameters that a module gets after it was sharded ──────────────────────────────────────────────────────────────
-
-
-def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Parameter]], None]) -> None:
+def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:
     """Call ``adopt`` with the plain parameters that modules inside ``root`` get from now on, such as an added head.
 
     Ends with the object of the method.
     """
     watched, method = WeakSet(root.modules()), WeakMethod(adopt)
 
-    def is_watched(module: nn.Module) -> bool:
+    def on_change(module: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:
         compiler = set_frame_callback(None)  # torch.compile can't trace a WeakSet
         try:
-            return module in watched
+            call = method() if module in watched else None
         finally:
             set_frame_callback(compiler)
+        if call is not None and isinstance(value, nn.Module):
+            watched.update(value.modules())
+            call(p for p in value.parameters() if type(p) is nn.Parameter)
+        elif call is not None and type(value) is nn.Parameter:
+            call([value])
 
-    def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        if type(parameter) is nn.Parameter and is_watched(module) and (call := method()) is not None:
-            call([parameter])
-
-    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and is_watched(module) and (call := method()) is not None:
-            watched.update(child.modules())
-            call([p for p in child.parameters() if type(p) is nn.Parameter])
-
-    register_module_parameter_registration_hook(on_parameter)
-    register_module_module_registration_hook(on_module)
+    register_module_parameter_registration_hook(on_change)
+    register_module_module_registration_hook(on_change)
