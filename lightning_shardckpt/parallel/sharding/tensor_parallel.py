@@ -1,44 +1,42 @@
 """Tensor-parallel plans: one style for each module, applied by ``parallelize_module``.
 
-A plan is resolved completely before anything is sharded, so that all problems are reported at once, with the model
-unchanged. Gradients of replicated parameters that see only this rank's heads or columns are partial sums: the plan
-names them, and ``gradient_sync`` sums them.
+A plan is resolved completely before anything is sharded, so that all names that don't fit are reported at once.
+Gradients of replicated parameters that see only this rank's heads or columns are partial sums: the plan names them, and
+``gradient_sync`` sums them.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Set
+import pkgutil
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
     child_slots,
     compiled_from,
     is_compiled,
-    mix_in,
-    parameter_slots,
     result_hooks,
 )
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, suggest_names
-from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
+from lightning_shardckpt.parallel.sharding.plan_check import makes_parts, takes_parts, watch_plan
+from lightning_shardckpt.system.text import list_some
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
 
 PARTIAL = "replicated_with_grad_allreduce"
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -47,8 +45,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicate": None,
+    PARTIAL: None,
 }
-"""The named styles, spelled as in Hugging Face transformers; ``replicate`` and PARTIAL shard nothing."""
+"""The named styles, spelled as in Hugging Face transformers; None for those that shard nothing."""
 
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts")
 """Styles of transformers for all experts of a layer together."""
@@ -82,7 +82,13 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         TopologyError: if a pattern matches nothing, a style is unknown or a size doesn't divide.
     """
     if isinstance(plan, str) and plan != "auto":
-        plan = cast("Plan", _import(plan))
+        try:
+            plan = pkgutil.resolve_name(plan)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise TopologyError(
+                f'tensor_parallel_plan: cannot import {plan!r} ({error}); give "auto", a dict of module pattern to '
+                "style, or the import path of a function of (module, tensor_mesh)"
+            ) from error
     if callable(plan):
         return TensorPlan(apply=plan)
     if not isinstance(plan, str | Mapping):
@@ -91,30 +97,39 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
             f'found {plan!r}: write {{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}}'
         )
     modules = named_modules(root)
-    if isinstance(plan, str):
-        named = _matched(modules, without_experts(_hf_plan(root, size)), root, strict=False)
-    else:
-        named = _matched(modules, plan, root, strict=True)
-    named |= _tied_styles(modules, named, ties)
-    styles = {
-        fqn: STYLES[style]() if isinstance(style, str) else style
-        for fqn, style in named.items()
-        if style not in (PARTIAL, "replicate")
-    }
-    partial = frozenset(fqn for fqn, style in named.items() if style == PARTIAL)
-    resolved = TensorPlan(_styles_inside_adapters(modules, styles), partial)
-    _check_modules(modules, resolved.styles)
-    _check_sizes(modules, resolved.styles, size)
-    return resolved
+    named = _matched(root, modules, _own_plan(root) if isinstance(plan, str) else plan, strict=plan != "auto")
+    for tie in ties:  # modules that share a weight with a sharded module must shard it alike
+        owners = [clean_fqn(name).rpartition(".")[0] for name in tie]
+        for owner in owners if any(owner in named for owner in owners) else ():
+            if owner in modules:
+                is_embedding = isinstance(modules[owner], nn.Embedding)
+                named.setdefault(owner, "embedding_rowwise" if is_embedding else "colwise_gather_output")
+    styles = dict[str, ParallelStyle]()
+    for fqn, style in named.items():
+        make = STYLES[style] if isinstance(style, str) else lambda style=style: style
+        if make is not None:
+            styles[fqn] = make()
+    styles = _styles_inside_adapters(modules, styles)
+    for fqn, style in styles.items():
+        if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(modules[fqn], nn.Linear | nn.Embedding):
+            raise _unfit(fqn, style, modules[fqn], "torch shards no modules of this class by it")
+    _check_sizes(modules, styles, size)
+    return TensorPlan(styles, frozenset(fqn for fqn, style in named.items() if style == PARTIAL))
 
 
 def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard the modules of ``root``. Weights must be equal on all ranks, or on the meta device."""
     if plan.apply is not None:
-        outcome = plan.apply(root, mesh)
-        if isinstance(outcome, Mapping):
-            raise TopologyError("a callable tensor_parallel_plan must shard the module itself and return None")
-    hooks = _apply_styles(root, plan.styles, mesh)
+        plan.apply(root, mesh)
+    modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()  # the ids of the hooks of torch and ours
+    for fqn, style in plan.styles.items():
+        module = modules[fqn]
+        before = result_hooks(module) | argument_hooks(module)
+        try:
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
+            raise _unfit(fqn, style, module, error) from error
+        hooks[module] = (result_hooks(module) | argument_hooks(module)) - before
     for module in root.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             handle = module.register_forward_hook(_refuse_second_derivatives)
@@ -162,47 +177,22 @@ def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> Non
             value.register_hook(check)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _apply_styles(
-    root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
-) -> dict[nn.Module, frozenset[int]]:
-    """Shard modules, and return the ids of the hooks of ``parallelize_module``."""
-    modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()
-    for fqn, style in styles.items():
-        before = result_hooks(modules[fqn]) | argument_hooks(modules[fqn])
-        try:
-            parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
-        except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
-            raise _unfit(fqn, style, modules[fqn], error) from error
-        hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
-    return hooks
-
-
-def _import(path: str) -> Callable[..., Any]:
-    module, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TopologyError(
-            f'tensor_parallel_plan: cannot import {path!r} ({error}); give "auto", a dict of module pattern to style, '
-            "or the import path of a function of (module, tensor_mesh)"
-        ) from error
-    return cast("Callable[..., Any]", function)
-
-
-def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
+def _own_plan(root: nn.Module) -> dict[str, Style]:
     """Return the plans of the outermost Hugging Face models inside ``root``, with patterns for ``root``."""
-    plan: dict[str, Style] = {}
-    for name, model in _hf_models(root):
-        prefix = f"{name}." if name else ""
-        plan |= {prefix + pattern: style for pattern, style in own_tensor_parallel_plan(model).items()}
-        _check_heads(name, getattr(model, "config", None), size)
+    plan, outermost = dict[str, Style](), list[str]()
+    for name, module in root.named_modules():
+        fqn = clean_fqn(name)
+        own = own_tensor_parallel_plan(module)
+        if own and not any(fqn.startswith(f"{outer}.") or not outer for outer in outermost):
+            outermost.append(fqn)
+            plan |= {f"{fqn}.{pattern}" if fqn else pattern: style for pattern, style in own.items()}
     if not plan:
         raise TopologyError(
             f'tensor_parallel_plan="auto": no module of {type(root).__name__} has a plan (a Hugging Face model '
             'with config.base_model_tp_plan has). Give a dict such as {"net.blocks.*.up": "colwise", '
             '"net.blocks.*.down": "rowwise"}, or a function of (module, tensor_mesh).'
         )
-    return plan
+    return without_experts(plan)
 
 
 def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
@@ -211,41 +201,18 @@ def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
     return {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
 
 
-def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    outermost: list[str] = []
-    for name, module in root.named_modules():
-        fqn = clean_fqn(name)
-        if any(fqn.startswith(f"{outer}.") for outer in outermost):
-            continue
-        if own_tensor_parallel_plan(module):
-            outermost.append(fqn)
-            yield fqn, module
-
-
-def _check_heads(name: str, config: Any, size: int) -> None:
-    counts = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
-    wrong = {key: count for key, count in counts.items() if isinstance(count, int) and count % size}
-    if wrong:
-        raise TopologyError(
-            f"tensor_parallel_plan: the attention heads of {name or 'the model'} don't divide over "
-            f"tensor_parallel_size {size}: found {wrong}"
-        )
-
-
 def _matched(
-    modules: dict[str, nn.Module], plan: Mapping[str, Style], root: nn.Module, *, strict: bool
+    root: nn.Module, modules: dict[str, nn.Module], plan: Mapping[str, Style], *, strict: bool
 ) -> dict[str, Style]:
     """Return the style of each module by FQN; the last pattern that matches a module decides."""
-    named: dict[str, Style] = {}
-    problems, has_adapters = [], any(hasattr(module, "peft_config") for module in modules.values())
+    named, problems = dict[str, Style](), list[str]()
+    has_adapters = any(hasattr(module, "peft_config") for module in modules.values())
     for pattern, style in plan.items():
         matches = matching_fqns(modules, pattern)
         if has_adapters:
-            matches = list(dict.fromkeys([*matches, *matching_base_modules(modules, pattern)]))
-        named_styles = (*STYLES, "replicate", PARTIAL)
-        if not isinstance(style, ParallelStyle) and not (isinstance(style, str) and style in named_styles):
-            if matches:
-                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {list(named_styles)}")
+            matches = [*matches, *matching_base_modules(modules, pattern)]
+        if matches and not isinstance(style, ParallelStyle) and style not in STYLES:
+            problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {list(STYLES)}")
         elif not matches and strict:
             problems.append(f"  {pattern!r} matches no module{suggest_names(modules, pattern)}")
         named |= dict.fromkeys(matches, style)
@@ -260,33 +227,6 @@ def _matched(
     return named
 
 
-def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: list[list[str]]) -> dict[str, Style]:
-    """Return styles for modules without one that share a weight with a sharded module: all must shard it alike."""
-    added: dict[str, Style] = {}
-    for tie in ties:
-        owners = [clean_fqn(name).rpartition(".")[0] for name in tie]
-        if not any(owner in named for owner in owners):
-            continue
-        for owner in owners:
-            if owner in named or owner not in modules:
-                continue
-            added[owner] = "embedding_rowwise" if isinstance(modules[owner], nn.Embedding) else "colwise_gather_output"
-    return added
-
-
-def _check_modules(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
-    """Raise a TopologyError for a module that its style cannot shard, before any is sharded."""
-    for fqn, style in styles.items():
-        module = modules[fqn]
-        if is_parametrized(module) or "weight_orig" in parameter_slots(module):
-            raise TopologyError(
-                f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
-                "weight or spectral norm, pruning), which cannot be sharded. Leave that module out of the plan."
-            )
-        if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(module, nn.Linear | nn.Embedding):
-            raise _unfit(fqn, style, module, "torch shards no modules of this class by it")
-
-
 def _unfit(fqn: str, style: ParallelStyle, module: nn.Module, reason: object) -> TopologyError:
     return TopologyError(
         f"tensor_parallel_plan: {type(style).__name__} cannot shard {fqn} ({type(module).__name__}): {reason}. Use it "
@@ -294,34 +234,25 @@ def _unfit(fqn: str, style: ParallelStyle, module: nn.Module, reason: object) ->
     )
 
 
-def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Check that dims divide evenly where parts are plain local tensors: torch assumes equal parts there."""
-    uneven = []
+def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int) -> None:
+    """Check that the widths of parts, which are plain local tensors, divide evenly: torch assumes equal parts there."""
+    uneven = list[str]()
     for fqn, style in styles.items():
-        module = modules[fqn]
-        features = None
-        if isinstance(style, ColwiseParallel) and style.output_layouts[0] == Shard(-1):
-            features = "out_features"
-        elif isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
-            features = "in_features"
-        width = getattr(module, features, None) if features else None
-        if isinstance(width, int) and width % size:
-            uneven.append(f"  {fqn}: {features} is {width}")
+        for is_split, features in ((makes_parts(style), "out_features"), (takes_parts(style), "in_features")):
+            width = getattr(modules[fqn], features, 0)
+            if is_split and width % size:
+                uneven.append(f"  {fqn}: {features} is {width}")
     if uneven:
         raise TopologyError(
             f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(uneven)
         )
 
 
-# ── adapters of PEFT ────────────────────────────────────────────────────────────────────────────────────────────────
-
 # A plan names the modules that adapters wrap. A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its
 # base layer. A column-wise base layer has its whole input on every rank: ``lora_A`` is replicated, and ``lora_B`` is
 # sharded like the base layer, so that the outputs fit. A row-wise base layer has a part of the input: ``lora_A`` is
 # sharded like the base layer, with a sum over the ranks as small as the rank of the adapter, and ``lora_B`` is
 # replicated. PEFT is not imported: its layers are recognized by their attributes.
-
-_LISTED = 5
 
 
 def _styles_inside_adapters(
@@ -332,68 +263,31 @@ def _styles_inside_adapters(
     Raises:
         TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
     """
-    inside: dict[str, ParallelStyle] = {}
-    unfit = []
+    inside, unfit = dict[str, ParallelStyle](), list[str]()
     for fqn, style in styles.items():
-        module = modules[fqn]
-        parts = child_slots(module)
+        module: Any = modules[fqn]
+        parts: dict[str, Any] = {**child_slots(module)}
         if not {"base_layer", "original_module"} & parts.keys():
             inside[fqn] = style
-        elif not _fits(module, style):
+        elif "modules_to_save" in parts:  # the plan has matched the wrapped module, too
+            continue
+        elif "lora_A" not in parts or getattr(module, "lora_variant", None) or not _fits(module.base_layer, style):
             unfit.append(f"{fqn} ({type(module).__name__}, {type(style).__name__})")
-        elif "base_layer" in parts:
-            inside |= {f"{fqn}.{name}": part_style for name, part_style in _lora_styles(module, style).items()}
+        else:  # LoRA of an embedding has only parameters
+            sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+            names = ["base_layer", *(f"{sharded}.{name}" for name, _ in parts[sharded].named_children())]
+            inside |= {f"{fqn}.{name}": style for name in names}
     if unfit:
         raise TopologyError(
-            f"tensor_parallel_plan cannot shard {len(unfit)} modules with adapters: {', '.join(unfit[:_LISTED])}"
-            f"{', …' if len(unfit) > _LISTED else ''}. It shards plain LoRA over Linear and Embedding, column-wise "
-            "with a replicated input or row-wise with a replicated output. Use that, leave their patterns out of the "
-            "plan, or give a function of (module, tensor_mesh)."
+            f"tensor_parallel_plan cannot shard {len(unfit)} modules with adapters: {list_some(unfit, 5)}. It shards "
+            "plain LoRA over Linear and Embedding, column-wise with a replicated input or row-wise with a replicated "
+            "output. Use that, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
         )
     return inside | {fqn: style for fqn, style in styles.items() if fqn in inside}
 
 
-def _fits(module: nn.Module, style: ParallelStyle) -> bool:
-    """Return whether a wrapper can be sharded: plain LoRA over a Linear or Embedding, or ``modules_to_save``."""
-    inside = child_slots(module)
-    if "original_module" in inside:  # the plan has matched the wrapped module, too
-        return "modules_to_save" in inside
-    is_plain = "lora_A" in inside and not getattr(module, "lora_variant", None)
-    if not is_plain or not isinstance(module.base_layer, nn.Linear | nn.Embedding):
-        return False
-    if isinstance(style, ColwiseParallel):
-        return style.input_layouts[0] == Replicate()
-    return isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate()
-
-
-def _lora_styles(layer: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of the modules in a LoRA layer, by name. LoRA of an embedding has only parameters."""
-    styles: dict[str, ParallelStyle] = {"base_layer": style}
-    sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
-    styles |= {f"{sharded}.{adapter}": style for adapter, _ in layer.get_submodule(sharded).named_children()}
-    if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
-        dropouts = layer.get_submodule("lora_dropout").named_children()
-        styles |= {f"lora_dropout.{name}": _SharedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
-    return styles
-
-
-class _SharedDropout(ParallelStyle):
-    """A style for a dropout whose input is this rank's columns: it drops what a dropout of all columns would drop.
-
-    Without it, all ranks would drop the same places of their columns.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__dict__["_shardckpt_columns"] = device_mesh.size(), device_mesh.get_local_rank()
-        mix_in(module, _DropoutOfColumns)
-        return module
-
-
-class _DropoutOfColumns(nn.Module):
-    """A mixin for dropout modules: draws for the columns of all ranks, and uses this rank's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        module: Any = self
-        (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
-        noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
-        return x * noise.narrow(-1, rank * width, width)
+def _fits(base_layer: nn.Module, style: Any) -> bool:
+    """Return whether a style leaves the input of ``lora_A`` or the output of ``lora_B`` whole."""
+    is_column, is_row = isinstance(style, ColwiseParallel), isinstance(style, RowwiseParallel)
+    layouts = style.input_layouts if is_column else style.output_layouts if is_row else [None]
+    return isinstance(base_layer, nn.Linear | nn.Embedding) and layouts[0] == Replicate()
