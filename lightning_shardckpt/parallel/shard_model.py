@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.first_values.initializers import Initialization
 from lightning_shardckpt.parallel.first_values.one_rank import Build, CopySlice, send_values, share_tensors
-from lightning_shardckpt.parallel.pipeline.build import Pipeline, refuse_stages, split_into_stages
+from lightning_shardckpt.parallel.pipeline.build import Pipeline, StagedModule, refuse_stages, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.sharding.fqn import (
     module_names,
@@ -79,8 +79,7 @@ class ShardedModule:
         root: the module.
         gradients: synchronizes its gradients.
         pipeline: runs steps over all stages; None without pipeline parallelism.
-        ties: the clean FQNs of each tied parameter, canonical first, over all stages.
-        canonical_names: for every parameter name as registered, on any stage, its clean canonical FQN.
+        parameter_names: the clean canonical FQN of each parameter of the whole module.
         state_names: the clean FQNs of all entries of the whole module's state dict.
         state_ties: the clean FQNs of each tied tensor of the state dict, canonical first.
         replaced: for each parameter before sharding, the one that replaced it.
@@ -93,8 +92,7 @@ class ShardedModule:
     root: nn.Module
     gradients: GradientSync
     pipeline: PipelineRunner | None
-    ties: list[list[str]]
-    canonical_names: dict[str, str]
+    parameter_names: tuple[str, ...]
     state_names: frozenset[str]
     state_ties: tuple[tuple[str, ...], ...]
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -166,7 +164,13 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined; names the remedy.
     """
     topology = meshes.topology
-    _refuse_lazy(root)
+    lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise UnsupportedCodeError(
+            f"{lazy[0]} has no shape yet: a lazy module gets its parameters in its first forward, but they are sharded "
+            "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
+            "sizes."
+        )
     refuse_stages(root)
     if topology.world_size > 1 or is_parallel(root):
         refuse_node_hooks(root)
@@ -188,23 +192,7 @@ def shard(
     partial_names, engine = list[str](), None
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else device
     if not is_parallel(root):
-        plan = _shard_by_plan(root, meshes, recipe, ties)
-        units, recomputed = _choose(root, recipe)
-        ignored = _ignored(root, recipe)
-        if stages is not None:
-            stages.drop_other_stages(root)
-        partial_names = _partial_names(root, plan)
-        if topology.shard > 1:
-            ignored |= _outside_units(root, units, is_called=is_called)
-        if topology.tensor > 1 or topology.shard > 1:  # else all stay plain
-            over = meshes.fsdp if topology.data_parallel > 1 else None
-            group = meshes.tensor_group if topology.tensor > 1 else None
-            shard_parameters(
-                root, over, meshes.root, home, ignored=ignored, partial=partial_names, partial_group=group
-            )
-        engine = _torch_engine(root, meshes, recipe, device)
-        _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
-        refuse_nested_tensors(root)
+        partial_names, engine = _parallelize(root, meshes, recipe, ties, stages, device, home, is_called=is_called)
     _materialize(root, ties, home, device)
     send_values(values, root, copy_slice, device)
     initialization.run(copy_slice, device, restores)
@@ -216,7 +204,6 @@ def shard(
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
         retire_parameter(old, replaced.get(old))
-    clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
     gradients = GradientSync(
         root, meshes, device, partial=partial_names, reduce_dtype=recipe.reduce_dtype, shared=shared
@@ -227,137 +214,99 @@ def shard(
     if stages is not None:
         absent = stages.register_absent(built, {built[name]: new for name, new in after.items() if name in built})
         pipeline = stages.build_pipeline(root, gradients, absent, device)
+    canonical = tuple(clean_fqn(tie[0]) for tie in names)
     return ShardedModule(
-        meshes,
-        root,
-        gradients,
-        pipeline,
-        [tie for tie in clean if len(tie) > 1],
-        {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
-        *state,
-        replaced,
-        elsewhere,
-        holders,
-        engine,
+        meshes, root, gradients, pipeline, canonical, *state, replaced, elsewhere, holders, engine
     )
 
 
-def _refuse_lazy(root: nn.Module) -> None:
-    """Raise for modules that get their parameters in their first forward."""
-    lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        raise UnsupportedCodeError(
-            f"{lazy[0]} has no shape yet: a lazy module gets its parameters in its first forward, but they are sharded "
-            "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
-            "sizes."
-        )
-
-
-def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
-    if meshes.topology.tensor == 1 and recipe.tensor_parallel_plan == "auto":
-        return TensorPlan()
-    plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, meshes.topology.tensor)
-    if meshes.topology.tensor == 1:  # a mistake must not wait for the run on more ranks
-        return TensorPlan()
-    apply_plan(root, plan, meshes.tensor)
-    _retie(root, ties)
-    return plan
-
-
-def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the FSDP units and the modules whose activations are recomputed, of the whole module."""
-    modules = named_modules(root)
-    units = choose_units(root, recipe.fsdp.units)
-    checkpointed = recipe.fsdp.activation_checkpointing
-    names = _checkpointed(root, units, checkpointed) if checkpointed else []
-    return [modules[name] for name in units], [modules[name] for name in names]
-
-
-def _ignored(root: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
-    """Return the parameters of modules that stay whole on each data-parallel rank.
-
-    Raises:
-        TopologyError: if a pattern matches no module, or a module that the tensor-parallel plan shards.
-    """
-    modules, ignored = named_modules(root), set[nn.Parameter]()
-    for name in select_modules(root, recipe.fsdp.ignored, "FSDP(ignored=…)"):
-        parameters = set(modules[name].parameters())
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise TopologyError(
-                f"FSDP(ignored=…): tensor_parallel_plan shards {name or 'the module'}. Leave it out of one of them."
-            )
-        ignored |= parameters
-    return ignored
-
-
-def _outside_units(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> set[nn.Parameter]:
-    """Return the plain parameters that ``fully_shard`` can't gather: in no module that is called, or complex."""
-    around = units_around(root, units, is_called=is_called).values()
-    inside = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
-    return {p for p in root.parameters() if not isinstance(p, DTensor) and (p not in inside or p.is_complex())}
-
-
-def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
-    """Return torch's engine; None if rows are not sharded."""
-    topology = meshes.topology
-    if topology.shard == 1:
-        return None
-    peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
-    has_data_axes_alone = topology.pipeline == topology.tensor == 1
-    return Engine(
-        meshes.fsdp,
-        device,
-        peers,
-        offload=recipe.fsdp.cpu_offload,
-        reduce_dtype=recipe.reduce_dtype,
-        autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
-        plan=partial(list_units, root),
-    )
-
-
-def _make_units(
+def _parallelize(
     root: nn.Module,
     meshes: Meshes,
     recipe: Recipe,
-    units: list[nn.Module],
-    recomputed: list[nn.Module],
+    ties: list[list[str]],
+    stages: StagedModule | None,
     device: torch.device,
-    engine: Engine | None,
+    home: torch.device,
     *,
     is_called: bool,
-) -> None:
-    """Make FSDP units of the modules that this rank's stages hold."""
+) -> tuple[list[str], Engine | None]:
+    """Shard the parameters of this rank's stages, and make FSDP units of their modules.
+
+    Returns:
+        The names of plain parameters whose gradients are partial sums over the tensor axis, and torch's engine, which
+        is None if rows are not sharded.
+    """
+    topology, fsdp, plan = meshes.topology, recipe.fsdp, TensorPlan()
+    if topology.tensor > 1:
+        plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, topology.tensor)
+        apply_plan(root, plan, meshes.tensor)
+        _retie(root, ties)
+    elif recipe.tensor_parallel_plan != "auto":  # a mistake must not wait for the run on more ranks
+        resolve_plan(root, recipe.tensor_parallel_plan, ties, 1)
+    modules, chosen = named_modules(root), choose_units(root, fsdp.units)
+    recomputed = [modules[name] for name in _checkpointed(root, chosen, fsdp.activation_checkpointing)]
+    units, ignored = [modules[name] for name in chosen], set[nn.Parameter]()
+    for name in select_modules(root, fsdp.ignored, "FSDP(ignored=…)"):
+        ignored.update(modules[name].parameters())
+        if any(isinstance(parameter, DTensor) for parameter in modules[name].parameters()):
+            raise TopologyError(f"FSDP(ignored=…): tensor_parallel_plan shards {name}. Leave it out of one of them.")
+    if stages is not None:
+        stages.drop_other_stages(root)
+    registered = [name for name, _ in root.named_parameters(remove_duplicate=False)]
+    partial_names = [name for name in registered if clean_fqn(name).rpartition(".")[0] in plan.partial]
+    engine = None
+    if topology.shard > 1:
+        around = units_around(root, units, is_called=is_called).values()
+        inside = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
+        # fully_shard can't gather parameters in no module that is called, nor complex ones
+        ignored |= {p for p in root.parameters() if not isinstance(p, DTensor) and (p not in inside or p.is_complex())}
+        has_data_axes_alone = topology.pipeline == topology.tensor == 1
+        engine = Engine(
+            meshes.fsdp,
+            device,
+            [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1],
+            offload=fsdp.cpu_offload,
+            reduce_dtype=recipe.reduce_dtype,
+            autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
+            plan=partial(list_units, root),
+        )
+    if topology.tensor > 1 or topology.shard > 1:  # else all stay plain
+        over = meshes.fsdp if topology.data_parallel > 1 else None
+        group = meshes.tensor_group if topology.tensor > 1 else None
+        shard_parameters(root, over, meshes.root, home, ignored=ignored, partial=partial_names, partial_group=group)
     names = module_names(root)
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
-    chosen = dict[nn.Module, str]()
+    kinds = dict[nn.Module, str]()
     if any(isinstance(p, DTensor) for p in root.parameters()):
-        chosen = {module: "reshard" for module in units if module in names}
-        others = units_around(root, list(chosen), is_called=is_called)
-        chosen |= dict.fromkeys(others.values(), "keep")
-    chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
-    reshards = recipe.fsdp.reshard_after_forward is not False and meshes.topology.pipeline == 1
-    for module, kind in chosen.items():
+        kinds = {module: "reshard" for module in units if module in names}
+        kinds |= dict.fromkeys(units_around(root, list(kinds), is_called=is_called).values(), "keep")
+    kinds |= {module: kinds.get(module, "inner") for module in recomputed if module in names}
+    for module, kind in kinds.items():
         unit = Unit(
             names[module],
             device,
-            reshard=kind == "reshard" and reshards,
-            is_rest=kind == "keep" and meshes.topology.pipeline == 1,
+            reshard=kind == "reshard" and fsdp.reshard_after_forward is not False and topology.pipeline == 1,
+            is_rest=kind == "keep" and topology.pipeline == 1,
             recompute=module in recomputed,
             inner=kind == "inner",
             engine=engine,
         )
         make_unit(compiled.get(module, module), unit)
+    refuse_nested_tensors(root)
+    return partial_names, engine
 
 
-def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str]) -> list[str]:
+def _checkpointed(root: nn.Module, units: list[str], wanted: bool | list[str]) -> list[str]:
+    """Return the FQNs of the modules whose activations are recomputed."""
     if not isinstance(wanted, bool):
         return select_modules(root, wanted, "FSDP(activation_checkpointing=…)")
-    if not units:
+    if wanted and not units:
         raise TopologyError(
             f"FSDP(activation_checkpointing=True): {type(root).__name__} has no FSDP units to checkpoint. Name the "
             "modules by pattern or class."
         )
-    return units
+    return units if wanted else []
 
 
 @torch.no_grad()
@@ -405,8 +354,3 @@ def _layout(parameter: Tensor) -> object:
     if not isinstance(parameter, DTensor):
         return "whole"
     return parameter.device_mesh.mesh_dim_names, parameter.placements
-
-
-def _partial_names(root: nn.Module, plan: TensorPlan) -> list[str]:
-    names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
-    return [name for name in names if clean_fqn(name).rpartition(".")[0] in plan.partial]

@@ -40,8 +40,8 @@ def find_sharded(module: pl.LightningModule, topology: Topology) -> ShardedModul
 
 def whole_names(sharded: ShardedModule) -> WholeNames:
     """Return the names of the whole model, also on a pipeline stage that has only a part."""
-    parameters = dict.fromkeys(sharded.canonical_names.values()) if sharded.pipeline is not None else ()
-    return WholeNames(sharded.state_names, sharded.state_ties, tuple(parameters))
+    parameters = sharded.parameter_names if sharded.pipeline is not None else ()
+    return WholeNames(sharded.state_names, sharded.state_ties, parameters)
 
 
 def resume_epoch_callbacks(trainer: pl.Trainer) -> None:
