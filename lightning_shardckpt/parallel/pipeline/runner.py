@@ -29,7 +29,7 @@ from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
-from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
+from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
@@ -214,7 +214,7 @@ class PipelineRunner:
             self.absent.check_data()
             self.absent.check_hooks()
             count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
-            checksum, digest = fingerprint_without_wait(step.batch)
+            checksum, digest = fingerprint(step.batch)
             return count, checksum, int(torch.randint(1 << 31, ()))
 
         rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,13 @@ from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
-from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
+from lightning_shardckpt.system.tensor_digest import bit_digest
+from lightning_shardckpt.system.text import list_some
 
-_SPREAD = 0.02  # relative: replicas agree to the precision of bfloat16
-_GRADIENT_SPREAD = 0.05  # relative to the norm, which the difference of two unrelated gradients exceeds
-_PROJECTIONS = 4  # the number of random directions
-_PIECE = 1 << 18  # elements that are projected together
-_STEP = 0x1E3779B97F4A7C15  # odd
 _LOSS_SPREAD = 1e-4  # relative, of losses in float32
+_SHORT_SPREAD = 0.02  # of losses in a shorter dtype: replicas agree to the precision of bfloat16
+_GRADIENT_SPREAD = 0.05  # relative to the norm, which the difference of two unrelated gradients exceeds
+_FACTOR = 0x1E3779B97F4A7C15  # odd
 SAME_SAMPLES = (
     "Every rank of the group must load the same samples: call seed_everything before the script draws random data, use "
     "strategy.distributed_sampler_kwargs (Lightning does for samplers that it adds), and seed random augmentations by "
@@ -45,8 +45,8 @@ def check_batch(batch: Any, group: dist.ProcessGroup, *, of_all_groups: bool = T
     Raises:
         UnsupportedCodeError: on every rank that calls it, if the batches of ``group``, or of any, differ.
     """
-    tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
-    own = torch.tensor([fingerprint(tensors)])
+    digest, on_gpu = fingerprint([item for item in _contents(batch) if isinstance(item, Tensor)])
+    own = torch.tensor([digest, 0 if on_gpu is None else int(on_gpu.read())])
     every = gather_numbers(own, group)
     differ = bool((every != every[0]).any())  # the same on each of them
     if any_rank(differ) if of_all_groups else differ:
@@ -73,7 +73,7 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
             "depends on it. Compute it outside of that forward, or leave the module out of the plan."
         )
     every = gather_numbers(loss.detach().double().sum(), group)
-    spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
+    spread = _SHORT_SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
     if any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax())):
         raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group have different losses, here {every.tolist()}: the step "
@@ -138,72 +138,48 @@ def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def fingerprint(batch: Any) -> int:
-    """Return a hash of a batch: of the bits of its tensors, and of strings and numbers."""
-    contents = list(_contents(batch))
-    tensors = [item for item in contents if isinstance(item, Tensor)]
-    digests = zip([tuple(tensor.shape) for tensor in tensors], digest_values(map(bit_digest, tensors)), strict=True)
-    marks = [next(digests) if isinstance(item, Tensor) else item for item in contents]
-    return xxhash.xxh3_64_intdigest(repr(marks).encode()) >> 3
-
-
-@torch.no_grad()
-def fingerprint_without_wait(batch: Any) -> tuple[int, HostCopy | None]:
-    """Return a hash of a batch without its tensors on a GPU, and a copy in flight of the hash of these."""
-    contents = list(_contents(batch))
-    on_gpu = [item for item in contents if _is_on_gpu(item)]
-    host_hash = fingerprint([tuple(item.shape) if _is_on_gpu(item) else item for item in contents])
-    digest = torch.zeros((), dtype=torch.int64, device=on_gpu[0].device) if on_gpu else None
-    for item in on_gpu:
-        assert digest is not None
-        digest = digest * _STEP + bit_digest(item).to(digest.device)
-    return host_hash, None if digest is None else HostCopy(digest)
+def fingerprint(batch: Any) -> tuple[int, HostCopy | None]:
+    """Return a hash of a batch, and a copy in flight of the hash of its tensors on a GPU, for which nothing waits."""
+    marks, on_gpu = list[Any](), list[Tensor]()
+    for item in _contents(batch):
+        if isinstance(item, Tensor):
+            digest = bit_digest(item)
+            marks.append((tuple(item.shape), digest.item() if digest.is_cpu else "on a GPU"))
+            on_gpu += [] if digest.is_cpu else [digest]
+        else:
+            marks.append(item)
+    total = None if not on_gpu else reduce(lambda sum, digest: sum * _FACTOR + digest.to(sum.device), on_gpu)
+    return xxhash.xxh3_64_intdigest(repr(marks).encode()) >> 3, None if total is None else HostCopy(total)
 
 
 @torch.no_grad()
 def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Check that the ranks of ``group`` have equal gradients for replicated parameters of ``root``.
+    """Check that the ranks of ``group`` have the first one's gradients of replicated parameters of ``root``.
 
     Collective: every rank of the world must call it.
 
     Raises:
         UnsupportedCodeError: on every rank, if the gradients of any group differ by more than rounding.
     """
-    trained = [(name, p, p.grad) for name, p in own_parameters(root) if p.grad is not None]
-    replicated = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
-    differing: list[str] = []
-    if replicated:
-        projections = [_projections(gradient).to(replicated[0][1].device) for _, gradient in replicated]
-        every = gather_numbers(torch.stack(projections), group)
-        spread = (every.amax(0) - every.amin(0))[:, 1:].amax(-1)
-        differs = spread > _GRADIENT_SPREAD * every[..., 0].amax(0)
-        differing = [name for (name, _), bad in zip(replicated, differs.tolist(), strict=True) if bad]
+    names, differ = list[str](), list[Tensor]()
+    for name, parameter in own_parameters(root):
+        if parameter.requires_grad and not _is_sharded(parameter, group):
+            own = local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            if own.numel():
+                first = own.clone(memory_format=torch.contiguous_format)
+                dist.broadcast(first, group=group, group_src=0)
+                wide = torch.promote_types(own.dtype, torch.float32)
+                off, largest = (torch.linalg.vector_norm(t, dtype=wide) for t in (own - first, first))
+                names.append(name)
+                differ.append(off > _GRADIENT_SPREAD * largest)
+    every = gather_numbers(torch.stack(differ), group).any(0).tolist() if differ else []
+    differing = [name for name, flag in zip(names, every, strict=True) if flag]
     if any_rank(bool(differing)):
         raise UnsupportedCodeError(
             f"{len(differing)} replicated parameters have different gradients on the ranks of a tensor-parallel group: "
-            f"{', '.join(differing[:5])}{', …' if len(differing) > 5 else ''}. Their modules see only a part of the "
-            'heads or columns: give them the style "replicated_with_grad_allreduce" in tensor_parallel_plan.'
+            f"{list_some(differing, 5)}. Their modules see only a part of the heads or columns: give them the style "
+            '"replicated_with_grad_allreduce" in tensor_parallel_plan.'
         )
-
-
-def _projections(gradient: Tensor) -> Tensor:
-    """Return the norm of a gradient, and its products with random directions, which are equal on all ranks.
-
-    A sum would not detect another order of the elements, or parts of a large gradient.
-    """
-    generator, values, device = torch.Generator().manual_seed(0), gradient.flatten(), gradient.device
-    length = min(len(values), _PIECE)
-    directions = torch.randn(_PROJECTIONS, length, generator=generator, dtype=torch.float64, device="cpu").to(device)
-    sums = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=device)
-    for at in range(0, len(values), _PIECE):
-        piece = values[at : at + _PIECE].double()
-        scale = float(torch.rand((), generator=generator, device="cpu")) + 0.5  # detects another order of the pieces
-        sums += torch.cat([piece.square().sum()[None], scale * (directions[:, : len(piece)] @ piece)])
-    return torch.cat([sums[:1].sqrt(), sums[1:]])
-
-
-def _is_on_gpu(item: Any) -> bool:
-    return isinstance(item, Tensor) and not item.is_cpu
 
 
 def _contents(tree: Any) -> Iterator[Any]:
