@@ -33,7 +33,7 @@ from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, PipelineRunner
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.sharding.fqn import check_patterns, is_inside, named_modules
+from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import PIPELINES
@@ -72,7 +72,6 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Check the values that depend neither on the module nor on the number of processes."""
-        check_patterns(Pipeline_layers=self.layers)
         for name in ("microbatches", "stages_per_rank"):
             if (size := getattr(self, name)) is not None and (not isinstance(size, int) or size < 1):
                 raise TopologyError(f"Pipeline({name}=…) must be at least 1, found {size!r}")

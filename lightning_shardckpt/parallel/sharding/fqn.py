@@ -106,24 +106,6 @@ def suggest_names(modules: Iterable[str], pattern: str) -> str:
     return f" (nearest: {', '.join(close)})" if close else ""
 
 
-def check_patterns(**options: Sequence[object] | bool | None) -> None:
-    """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool.
-
-    Args:
-        options: by the name of the option and of its value, with an underscore between: ``FSDP_units``.
-    """
-    for option, patterns in options.items():
-        value, _, name = option.partition("_")
-        if isinstance(patterns, str):  # its characters would be patterns
-            raise TopologyError(f"{value} takes a list of patterns, found one: write {value}({name}=[{patterns!r}])")
-        for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
-            if not isinstance(pattern, str):
-                example = pattern.__name__ if isinstance(pattern, type) else "layers.*"
-                raise TopologyError(
-                    f"{value}({name}=…) is a list of names or patterns, found {pattern!r}: write {example!r}"
-                )
-
-
 def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[str]:
     """Return the FQNs of the modules that any pattern matches, as a glob or a class name, outermost first.
 
@@ -136,8 +118,7 @@ def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[
         TopologyError: listing every pattern that matches nothing.
     """
     modules = named_modules(root)
-    selected: set[str] = set()
-    unmatched = []
+    selected, unmatched = set[str](), list[str]()
     for pattern in patterns:
         names = matching_fqns(modules, pattern)
         names += [name for name, module in modules.items() if type(module).__name__ == pattern]

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import (
     are_layers,
-    check_patterns,
     module_names,
     named_modules,
     select_modules,
@@ -50,15 +49,7 @@ class FSDP:
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        check_patterns(
-            FSDP_units=self.units,
-            FSDP_activation_checkpointing=self.activation_checkpointing,
-            FSDP_ignored=self.ignored,
-        )
-        for name in ("reshard_after_forward", "cpu_offload"):
-            if (value := getattr(self, name)) not in (None, True, False):
-                raise TopologyError(f"FSDP({name}=…) is True or False, found {value!r}")
+        """Check the dtype."""
         if self.reduce_dtype not in (None, "float32", "bfloat16"):
             raise TopologyError(f'FSDP(reduce_dtype=…) is "float32", "bfloat16" or None, found {self.reduce_dtype!r}')
 
