@@ -220,13 +220,14 @@ class Engine:
         for proxy in self._proxies:
             proxy.end_backward()
             proxy.refuse_late_hooks()
-        if self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies), self.peers):
-            used = torch.tensor([is_used for p in self._proxies for is_used in p.list_used()], dtype=torch.uint8)
+        flags = [(leaf, is_used) for proxy in self._proxies for leaf, is_used in proxy.list_used()]
+        if self._compare_trails(sum(not is_used for _, is_used in flags), self.peers):
+            used = torch.tensor([is_used for _, is_used in flags], dtype=torch.uint8)
             for peers in self.peers:
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
-            used_anywhere = iter(used.tolist())
-            for proxy in self._proxies:
-                proxy.remove_unused_gradients(used_anywhere)
+            for (leaf, _), is_used in zip(flags, used.tolist(), strict=True):
+                if not is_used:
+                    leaf.grad = None
         hooked = [item for proxy in reversed(self._proxies) for item in proxy.restore_gradients()]
         self._is_in_backward = False
         with torch.no_grad():
@@ -451,7 +452,7 @@ class FSDPProxy:
             self._token = token
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         copies = torch.is_grad_enabled() and uses_other_hooks()  # whose saved tensors may outlive torch's memory
-        uses = self._count_uses(numbers)
+        before = self._count_uses(numbers)
         wholes, histories = self._as_seen(numbers, token, copies=copies)
         if torch.is_grad_enabled():
             self._free_before(inputs)
@@ -463,11 +464,11 @@ class FSDPProxy:
         del wholes, histories
         outputs = body(gathered)
         del gathered
-        if self._has_more_uses(numbers, uses):
-            _copy_memory([whole for reference in references if (whole := reference()) is not None])
-            if self._has_more_uses(numbers, uses):
+        if self._has_more_uses(numbers, before):
+            _copy_memory(references)
+            if self._has_more_uses(numbers, before):
                 gc.collect()
-                if self._has_more_uses(numbers, uses):
+                if self._has_more_uses(numbers, before):
                     self._refuse(numbers[0], "keeps a view of a parameter when its forward is done")
         if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
             self._refuse(numbers[0], "makes an array of NumPy of a parameter's memory")
@@ -593,20 +594,12 @@ class FSDPProxy:
             completed.append(gradient)
         return completed
 
-    def list_unused(self) -> list[int]:
-        """Return the parameters without a gradient before this backward that got none on this rank."""
-        return [n for n, filled in enumerate(self._filled) if filled and not self._used[n] and not self._had[n]]
-
-    def list_used(self) -> list[bool]:
-        """Return for each parameter whether this rank has a gradient for it."""
-        unused = self.list_unused()
-        return [n not in unused for n in range(len(self._leaves))]
-
-    def remove_unused_gradients(self, used: Iterator[bool]) -> None:
-        """Set the gradients of parameters to None that no rank has used; ``used`` has one value for each."""
-        for leaf in self._leaves:
-            if not next(used):
-                leaf.grad = None
+    def list_used(self) -> list[tuple[ShardedTensor, bool]]:
+        """Return each parameter, and whether it had a gradient before this backward, or got one on this rank."""
+        return [
+            (leaf, had or used or not filled)
+            for leaf, had, used, filled in zip(self._leaves, self._had, self._used, self._filled, strict=True)
+        ]
 
     def _receive(self, number: int, reduced: DTensor | None) -> None:
         """Take the reduced gradient of a use outside of units; None if no rank has one. Called in a backward."""
@@ -648,10 +641,10 @@ class FSDPProxy:
         raise UnsupportedCodeError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
 
 
-def _copy_memory(wholes: Sequence[Tensor]) -> None:
+def _copy_memory(references: Sequence[ref[Tensor]]) -> None:
     """Move gathered parameters that outlive a forward, and their detached views, to new memory."""
     with torch.no_grad(), without_torch_function():
-        for whole in wholes:
+        for whole in [whole for reference in references if (whole := reference()) is not None]:
             shared = local_tensor(values_of(whole))
             memory = shared.clone().untyped_storage()
             views = [view for reference in views_of(whole) if (view := reference()) is not None]
