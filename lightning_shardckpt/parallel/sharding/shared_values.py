@@ -7,7 +7,7 @@ not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,17 +30,22 @@ _DRAWS = "_shardckpt_draws"
 
 
 @contextmanager
-def share_rng() -> Iterator[None]:
-    """Inside, every rank draws rank 0's random numbers; afterwards, generators that differed get their states back.
+def share_rng(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
+    """Inside, every rank draws the first rank's random numbers; then, generators that differed get their states back.
 
-    Collective: every rank of the world must enter it.
+    Yields a list that has the generators of which this rank drew, after the end.
+
+    Collective: every rank of ``group``, or of the world, must enter it.
     """
-    stream = _SharedStream(None)
-    stream.enter()
+    own, drawn = get_rng_state(every_device=False), list[str]()
+    first = _broadcast(own, group)
+    set_rng_state(first)
     try:
-        yield
+        yield drawn
     finally:
-        stream.leave()
+        now = get_rng_state(every_device=False)
+        drawn += differing_generators(first, now)
+        set_rng_state(now | differing_generators(own, first))
 
 
 @contextmanager
@@ -59,48 +64,25 @@ def share_optimizer_rng(
     if group is None or group.size() == 1 or draws is False:
         yield closure
         return
-    stream = _SharedStream(group)
+    stack, drawn, steps = ExitStack(), list[list[str]](), list[Any]()
 
     def run_closure() -> _T:
-        stream.leave()
+        stack.close()
         result = closure()
-        stream.enter()
+        drawn.append(stack.enter_context(share_rng(group)))
         return result
 
-    steps = list[Any]()
-    handle = optimizer.register_step_post_hook(lambda *call: steps.append(None)) if draws is None else None
-    stream.enter()
+    handle = optimizer.register_step_post_hook(lambda *call: steps.append(None))
     try:
-        yield run_closure
+        with stack:
+            drawn.append(stack.enter_context(share_rng(group)))
+            yield run_closure
     finally:
-        stream.leave()
-        if handle is not None:
-            handle.remove()
+        handle.remove()
     if draws is None:  # a rank with empty shards may draw nothing, but must take part if others draw
-        drew = any_rank(stream.drew, group)
+        drew = any_rank(any(drawn), group)
         if drew or steps:  # a GradScaler skips a step on all ranks
             setattr(optimizer, _DRAWS, drew)
-
-
-class _SharedStream:
-    """The random numbers of the first rank of a group, between ``enter`` and ``leave``."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._own, self._begin = group, dict[str, Any](), dict[str, Any]()
-        self.drew = False
-
-    def enter(self) -> None:
-        self._own = get_rng_state(every_device=False)
-        self._begin = _broadcast(self._own, self._group)
-        set_rng_state(self._begin)
-
-    def leave(self) -> None:
-        """Give generators that differed from the first rank's their states back. Does nothing if left already."""
-        if self._begin:
-            now = get_rng_state(every_device=False)
-            self.drew = self.drew or bool(differing_generators(self._begin, now))
-            set_rng_state(now | differing_generators(self._own, self._begin))
-            self._begin = {}
 
 
 def broadcast_rng(group: dist.ProcessGroup | None) -> None:
