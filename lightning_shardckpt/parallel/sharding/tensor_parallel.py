@@ -23,6 +23,7 @@ from lightning_shardckpt.compat.torch_modules import (
     child_slots,
     compiled_from,
     is_compiled,
+    parameter_slots,
     result_hooks,
 )
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
@@ -111,8 +112,12 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
             styles[fqn] = make()
     styles = _styles_inside_adapters(modules, styles)
     for fqn, style in styles.items():
-        if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(modules[fqn], nn.Linear | nn.Embedding):
-            raise _unfit(fqn, style, modules[fqn], "torch shards no modules of this class by it")
+        if type(style) in (ColwiseParallel, RowwiseParallel):
+            module = modules[fqn]
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                raise _unfit(fqn, style, module, "torch shards no modules of this class by it")
+            if "weight" not in parameter_slots(module):  # a parametrization, weight or spectral norm, pruning
+                raise _unfit(fqn, style, module, "its weight is computed from other parameters")
     _check_sizes(modules, styles, size)
     return TensorPlan(styles, frozenset(fqn for fqn, style in named.items() if style == PARTIAL))
 
