@@ -60,7 +60,7 @@ _IS_CPU: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class MetaTensors:
+class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Tensors on the meta device while modules are built or initialised; two modes of torch see them.
 
     In-place writes to them are counted. Some are stand-ins: they show the device of a tensor with values, mix with
@@ -69,6 +69,7 @@ class MetaTensors:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._storages = dict[int, torch.UntypedStorage]()  # which keep their ids
         self._writes = Counter[int]()
         self._shown_devices = dict[int, torch.device]()  # of stand-ins
@@ -88,7 +89,7 @@ class MetaTensors:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, writes are counted, and stand-ins act as tensors with values."""
-        with _Operations(self), _Shown(self):
+        with self, _Shown(self):
             yield
 
     def drop_memory(self, parameter: nn.Parameter) -> None:
@@ -120,9 +121,24 @@ class MetaTensors:
         if tensor.layout is torch.strided and memory_id(tensor) in self._storages:
             self._writes[memory_id(tensor)] += 1
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, on stand-ins without memory."""
-        changed = _tensors(written_arguments(func, args, kwargs))
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with below_functions():
+            changed = _tensors(written_arguments(func, args, kwargs))
+            if not any(map(dispatches, types)):
+                return self._run(func, changed, args, kwargs)
+            for tensor in changed:
+                if tensor.device.type == "meta":
+                    raise StateError(
+                        f"cannot run {func} on a parameter of shape {tuple(tensor.shape)} that was parallelised: "
+                        "initialise parameters before parallelising them"
+                    )
+        return func(*args, **kwargs)
+
+    def _run(self, func: Any, changed: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that changes some tensors, on stand-ins without memory."""
         for tensor in changed:
             self.count(tensor)
         leaves, spec = tree_flatten((args, kwargs))
@@ -150,27 +166,6 @@ def _is_without(tensor: Tensor) -> bool:
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-class _Operations(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    def __init__(self, tensors: MetaTensors) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with below_functions():
-            if not any(map(dispatches, types)):
-                return self._tensors.run(func, args, kwargs)
-            for tensor in _tensors(written_arguments(func, args, kwargs)):
-                if tensor.device.type == "meta":
-                    raise StateError(
-                        f"cannot run {func} on a parameter of shape {tuple(tensor.shape)} that was parallelised: "
-                        "initialise parameters before parallelising them"
-                    )
-        return func(*args, **kwargs)
 
 
 class _Shown(TorchFunctionMode):
