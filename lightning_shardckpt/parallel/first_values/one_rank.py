@@ -66,6 +66,9 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     In-place writes to them are counted. Some are stand-ins: they show the device of a tensor with values, mix with
     tensors that have memory, draw as many random numbers, and so do the results of operations on them. Code that reads
     their values fails with torch's own error.
+
+    Attributes:
+        counts: whether writes are counted.
     """
 
     def __init__(self) -> None:
@@ -73,6 +76,7 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self._storages = dict[int, torch.UntypedStorage]()  # which keep their ids
         self._writes = Counter[int]()
         self._shown_devices = dict[int, torch.device]()  # of stand-ins
+        self.counts = True
 
     def know(self, tensor: Tensor, device: torch.device | None = None) -> None:
         """Count the writes to a tensor from now on, and let it stand for one on ``device``, if that is given."""
@@ -118,7 +122,7 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         """Count a write to a tensor that has no memory, or is known."""
         if _is_without(tensor):
             self.know(tensor)
-        if tensor.layout is torch.strided and memory_id(tensor) in self._storages:
+        if self.counts and tensor.layout is torch.strided and memory_id(tensor) in self._storages:
             self._writes[memory_id(tensor)] += 1
 
     def __torch_dispatch__(
@@ -172,7 +176,7 @@ class _Shown(TorchFunctionMode):
     """Shows the device of the tensor that a stand-in stands for, where no operation is dispatched.
 
     Functions of ``torch.nn.init`` that depend on values do nothing for tensors on the meta device. They count as one
-    write, and draw for stand-ins the random numbers that they draw for values.
+    write, also to tensors with memory, and draw for stand-ins the random numbers that they draw for values.
     """
 
     def __init__(self, tensors: MetaTensors) -> None:
@@ -188,8 +192,9 @@ class _Shown(TorchFunctionMode):
                 frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
             with below_functions():
                 device, is_without = self._tensors.device_of(tensor), _is_without(tensor)
-            if func == _IS_META and is_without and frame.f_globals.get("__name__") == "torch.nn.init":
-                self._initialize(tensor, device, frame)
+                is_counted = is_without or self._tensors.writes(tensor) is not None
+            if func == _IS_META and is_counted and frame.f_globals.get("__name__") == "torch.nn.init":
+                self._initialize(tensor, device, frame, is_without=is_without)
                 return True
             if device is not None:
                 return {_DEVICE: device, _IS_META: False, _IS_CPU: device.type == "cpu"}[func]
@@ -199,16 +204,21 @@ class _Shown(TorchFunctionMode):
                     args = (args[0], self._tensors.stand_in(args[1]))
         return func(*args, **(kwargs or {}))
 
-    def _initialize(self, tensor: Tensor, device: torch.device | None, frame: FrameType) -> None:
-        """Count a function of ``torch.nn.init``, which has asked for the device, and draw its random numbers."""
+    def _initialize(self, tensor: Tensor, device: torch.device | None, frame: FrameType, *, is_without: bool) -> None:
+        """Count a function of ``torch.nn.init`` that has asked for the device, and run it if the tensor has values."""
         with below_functions():
             self._tensors.count(tensor)
-        if device is not None:
+        if device is not None or not is_without:
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            real = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+            real = torch.ones(tensor.shape, dtype=tensor.dtype, device=device) if is_without else tensor
             arguments = {name: frame.f_locals[name] for name in names}
-            frame.f_globals[code.co_name](**{n: real if value is tensor else value for n, value in arguments.items()})
+            self._tensors.counts = False
+            try:
+                function = frame.f_globals[code.co_name]
+                function(**{name: real if value is tensor else value for name, value in arguments.items()})
+            finally:
+                self._tensors.counts = True
 
 
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────────────
