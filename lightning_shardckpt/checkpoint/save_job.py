@@ -49,7 +49,7 @@ from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.tensor_bytes import HostMemory, host_bytes
+from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.storage.router import check_writable
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files, write_component
@@ -314,10 +314,11 @@ class SaveJob:
         content = self._content = self._content or self._live_content(agreed)
         plan, save_id = content.plan, agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
+        windows = HostWindows(content.tensors)
 
         def stage(component: str, piece: Piece) -> memoryview:
             made = content.contents.get(component)
-            return host_bytes(content.tensors[id(piece)]) if made is None else made(piece.key)
+            return windows.bytes_of(id(piece)) if made is None else made(piece.key)
 
         indexes = {
             name: write_component(draft, name, self._rank, save_id, files, partial(stage, name))

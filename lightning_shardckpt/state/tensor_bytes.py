@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,7 +22,7 @@ from lightning_shardckpt.system.host import allocate_pages, prefer_huge_pages
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ALIGN = 64  # a cache line; also a multiple of every item size
-_PINNED_BYTES = 64 << 20  # torch pins powers of two, and keeps what it pinned
+_WINDOW_BYTES = 64 << 20  # copied from a GPU at a time
 
 
 def is_elsewhere(value: object) -> bool:
@@ -72,8 +72,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if is_host_memory(tensor):
         return bytes_of(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_cuda and tensor.nbytes <= _PINNED_BYTES:
-        return bytes_of(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
     return bytes_of(tensor.to("cpu").contiguous())
 
 
@@ -166,3 +164,31 @@ class HostMemory:
                 self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         parts = (self._memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, ends, strict=False))
         return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class HostWindows:
+    """Bytes of tensors in host memory; tensors on a GPU are copied a window at a time, with one wait for each.
+
+    A window's memory stays valid while its bytes are in use.
+
+    Args:
+        tensors: by an id, roughly in the order in which their bytes are requested.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors, self._copies = tensors, dict[int, torch.Tensor]()
+        self._order = [tensor_id for tensor_id, tensor in tensors.items() if tensor.is_cuda]
+
+    def bytes_of(self, tensor_id: int) -> memoryview:
+        """Return the bytes of a tensor, row-major."""
+        if self._tensors[tensor_id].is_cuda and tensor_id not in self._copies:
+            self._copies, at = {}, self._order.index(tensor_id)
+            window, nbytes = [tensor_id], self._tensors[tensor_id].nbytes
+            for other in self._order[at + 1 :]:
+                nbytes += self._tensors[other].nbytes
+                if nbytes > _WINDOW_BYTES:
+                    break
+                window.append(other)
+            copies = HostMemory().copy([self._tensors[each] for each in window])
+            self._copies = dict(zip(window, copies, strict=True))
+        return host_bytes(self._copies.get(tensor_id, self._tensors[tensor_id]))
