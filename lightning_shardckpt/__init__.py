@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from lightning_shardckpt.parallel.sharding.fsdp import FSDP
     from lightning_shardckpt.parallel.tensors.values import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
+    from lightning_shardckpt.strategy.pretrained import Pretrained
 
 __all__ = [
     "ShardedStrategy",
     "FSDP",
     "Pipeline",
+    "Pretrained",
     "ShardCkptIO",
     "FollowedMetrics",
     "load_from_checkpoint",
@@ -43,6 +45,7 @@ _HOMES = {
     "ShardedStrategy": "pytorch",
     "FSDP": "parallel.sharding.fsdp",
     "Pipeline": "parallel.pipeline.build",
+    "Pretrained": "strategy.pretrained",
     "ShardCkptIO": "checkpoint_io",
     "FollowedMetrics": "callbacks",
     "load_from_checkpoint": "from_checkpoint",

@@ -89,12 +89,10 @@ def save(
     """
     group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
-    options = SaveOptions(size_per_shard, replicas)
-    storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
-    describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
+    storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
+    describe = _prepare(group, path, state, overwrite, prefix, storage)
     kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans}
-    notes = checkpoint.save(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
-    _warn(group, notes)
+    _warn(group, checkpoint.save(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept))
 
 
 def save_async(
@@ -122,28 +120,26 @@ def save_async(
     Raises:
         Exception: the failure of an earlier save, on every rank; otherwise as ``save`` does.
     """
-    options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
+    storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
     group.background.settle(group.ranks, before=path)  # it may be saving to this path
-    storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
-    describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
+    describe = _prepare(group, path, state, overwrite, prefix, storage)
     kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": group.background}
     written = checkpoint.save_async(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
     _warn(group, group.background.notes())
     return written
 
 
+def _storage_of(sync_files: bool, storage_options: Mapping[str, Any] | None) -> StorageRouter:
+    return StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
+
+
 def _prepare(
-    group: SaveGroup, path: str, state: dict[str, Any], *, overwrite: bool, prefix: str, storage: StorageRouter
+    group: SaveGroup, path: str, state: dict[str, Any], overwrite: bool, prefix: str, storage: StorageRouter
 ) -> Callable[[], Snapshot]:
     """Return the function that describes the state of this rank, with objects in the order of rank 0.
 
-    Collective: every rank of the group must call it.
-
-    Raises:
-        FileExistsError: on every rank, if something exists at the path and ``overwrite`` is not set.
-        TypeError: if the state is not a dict with strings as keys.
-        StateError: for objects that can't be saved.
+    Collective: every rank of the group must call it. Raises as ``save`` does.
     """
 
     def look() -> list[str]:
@@ -235,17 +231,13 @@ def load(
     return remainder
 
 
-def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"this rank is not in the process group, or this is not a process group: {group!r}")
-    return group
-
-
 def _group_of(process_group: dist.ProcessGroup | None) -> SaveGroup:
+    """Return the ranks that save together, with what they keep between saves."""
     if process_group is None and not dist.is_initialized():
         return _ALONE
-    group = _checked_group(process_group)
+    group = process_group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"this rank is not in the process group, or this is not a process group: {group!r}")
     if group not in _GROUPS:
         members = tuple(dist.get_process_group_ranks(group))
         is_world = len(members) == dist.get_world_size() and members == tuple(sorted(members))

@@ -20,7 +20,7 @@ from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_mod
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import Pickled, lost_values
+from lightning_shardckpt.state.json_tree import lost_values
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.system.threads import drain_all
@@ -102,11 +102,10 @@ def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: st
     if lost:
         listed = "\n  ".join(f"{key}  {value.type_name}, {value.text}" for key, value in lost.items())
         given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_hyper_name, lost)))
-        pickled = any(isinstance(value, Pickled) for value in lost.values())
-        other = "; or, if you trust its author, weights_only=False for the pickled ones" if pickled else ""
         raise StateError(
             f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are not plain values:\n"
-            f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given}){other}"
+            f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given}); or, if they were pickled and "
+            "you trust their author, weights_only=False"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +43,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
-from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
@@ -58,15 +57,10 @@ from lightning_shardckpt.parallel.sharding.shared_values import (
     synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
-from lightning_shardckpt.state.model import parameter_names
+from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher
-from lightning_shardckpt.strategy.lightning_module import (
-    attach_sharded,
-    find_sharded,
-    whole_names,
-)
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
@@ -81,6 +75,8 @@ from lightning_shardckpt.strategy.user_steps import StepContext
 from lightning_shardckpt.system.host import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
+_SHARDED = "_shardckpt_sharded"
+"""The attribute of a LightningModule by which another Trainer finds the sharded module."""
 
 
 class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
@@ -135,6 +131,29 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """The sharded LightningModule."""
         return self._steps.sharded
 
+    def _find_sharded(self) -> ShardedModule | None:
+        """Return the sharded module of this or another Trainer; None without one, or if it is outdated.
+
+        Raises:
+            TopologyError: if the module was sharded for another topology.
+        """
+        sharded: ShardedModule | None = getattr(self._module, _SHARDED, None)
+        if sharded is None or not sharded.holds(self._module):
+            return None
+        if sharded.meshes.topology != self.topology:
+            raise TopologyError(
+                f"this LightningModule is already sharded as {sharded.meshes.topology}, the strategy asks for "
+                f"{self.topology}. Use the same sizes, or a new module."
+            )
+        return sharded
+
+    @property
+    def _whole_names(self) -> WholeNames:
+        """The names of the whole model, also on a pipeline stage that has only a part."""
+        sharded = self.sharded
+        parameters = sharded.parameter_names if sharded.pipeline is not None else ()
+        return WholeNames(sharded.state_names, sharded.state_ties, parameters)
+
     # --- processes ---
 
     @override
@@ -188,7 +207,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Return the context of ``configure_model``. Lightning calls it in each fit, validate, …; the first builds."""
-        sharded = find_sharded(self._module, self.topology)
+        sharded = self._find_sharded()
         if sharded is not None:
             with sharded.gradients.without_adoption():
                 yield
@@ -211,7 +230,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
-        sharded = find_sharded(self._module, self.topology) or self._shard()
+        sharded = self._find_sharded() or self._shard()
         self._own_steps = TrainerSteps(
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
         )
@@ -237,19 +256,20 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
-        pretrained, phase = self._pretrained, "deciding whether initial weights are needed"
+        phase, build, self._build = "deciding whether initial weights are needed", self._build, Build()
 
         def restores() -> bool:
             return not self._ranks.step(phase, self._checkpoints.needs_weights, any)
 
-        if pretrained is not None:
-            will_load = self._checkpoints.path_to_resume is not None
-            pretrained = None if restores() else replace(pretrained, before_checkpoint=will_load)
-        build, self._build = self._build, Build()
         sharded = self._shard_module(
-            module, build, pretrained, precision=self.precision_plugin, restores=restores
+            module,
+            build,
+            None if self._pretrained is None or restores() else self._pretrained,
+            precision=self.precision_plugin,
+            restores=restores,
+            is_last=self._checkpoints.path_to_resume is None,
         )
-        attach_sharded(self._module, sharded)
+        object.__setattr__(self._module, _SHARDED, sharded)  # no submodule
         for size, group in (
             (self.topology.tensor, self.meshes.tensor_group),
             (self.topology.pipeline, self.meshes.pipeline_group),
@@ -449,7 +469,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def _attached_io(self) -> ShardCkptIO:
         """Return the CheckpointIO after attaching the current ranks and names."""
-        self.checkpoint_io.attach(self._ranks, self._module, self._sizes_by_axis, names=whole_names(self.sharded))
+        self.checkpoint_io.attach(self._ranks, self._module, self._sizes_by_axis, names=self._whole_names)
         return self.checkpoint_io
 
     @override
@@ -465,7 +485,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter FQN; the tensors are this rank's shards."""
         check_state_of_shards(optimizer)
-        return optimizer_state(optimizer, parameter_names(self._module, whole_names(self.sharded)))
+        return optimizer_state(optimizer, parameter_names(self._module, self._whole_names))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -200,7 +200,7 @@ class NestedLoad:
             problems += more
         if prefixes and source.has_weights_only():
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}
-            source, _, more, _ = fit_names(source, objects.root, names)
+            source, more = fit_names(source, objects.root, names)
             problems += more
         return source, problems
 

@@ -63,11 +63,6 @@ def names_not_saved(model: nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def patterns_that_may_be_missing(model: nn.Module) -> frozenset[str]:
-    """Return regular expressions of names that ``from_pretrained`` accepts as missing in files."""
-    return frozenset(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-
-
 def patterns_that_may_be_unexpected(model: nn.Module) -> frozenset[str]:
     """Return regular expressions of names in files that ``from_pretrained`` accepts as unexpected.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from torch import nn
 from lightning_shardckpt.compat.transformers import (
     Conversion,
     conversions_of,
-    patterns_that_may_be_missing,
     patterns_that_may_be_unexpected,
 )
 from lightning_shardckpt.errors import MismatchError
@@ -36,24 +35,12 @@ from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft import added_names, live_names_in_file
 
 
-class FittedSource(NamedTuple):
-    """A source under the names of a model; tensors that the model lacks get the names they would have there.
+def fit_names(
+    source: Source, module: nn.Module, state: Collection[str], option: str = "key_mapping"
+) -> tuple[Source, list[str]]:
+    """Return the weights under the names of a model, and a line for each tensor that can't be converted.
 
-    Attributes:
-        source: the renamed source; without optimizers.
-        names: the names before, by name in the model.
-        problems: tensors that can't be converted and why, a line each.
-        may_be_missing: returns whether a model of transformers may lack a stored tensor.
-    """
-
-    source: Source
-    names: Mapping[str, str]
-    problems: list[str]
-    may_be_missing: Callable[[str], bool]
-
-
-def fit_names(source: Source, module: nn.Module, state: Collection[str], option: str = "key_mapping") -> FittedSource:
-    """Return the stored tensors under the names of a model.
+    Tensors that the model lacks get the names that they would have there.
 
     Args:
         source: of the component "model".
@@ -76,7 +63,6 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
         except UnsupportedError as error:
             problems.append(f"{live}  needs a conversion of transformers that is not supported: {error}")
     unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
-    missing = patterns_that_may_be_missing(best.model) if best.model is not None else ()
     used = best.used()
     rest = [name for name in stored if name not in used and not any(re.search(one, name) for one in unexpected)]
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
@@ -84,8 +70,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
     table = {**fitted.table["model"], **list_tensors(source.reader, "model", joined)}
-    fitted = replace(fitted, table={**fitted.table, "model": table})
-    return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in missing))
+    return replace(fitted, table={**fitted.table, "model": table}), problems
 
 
 # ── ways of matching names ────────────────────────────────────────────────────────────────────────────────────────────

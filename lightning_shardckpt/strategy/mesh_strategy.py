@@ -39,11 +39,10 @@ from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shar
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, share_rng
-from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
-from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
+from lightning_shardckpt.strategy.pretrained import Pretrained, find_pretrained, load_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.system.host import TUNING, Tuning
 
@@ -97,9 +96,7 @@ class MeshStrategy:
         tensor_parallel_plan: str | dict[str, Any] | Callable[..., Any] = "auto",
         fsdp: FSDP | None = None,
         pipeline: Pipeline | None = None,
-        pretrained: str | None = None,
-        pretrained_key_mapping: dict[str, str | None] | Callable[[str], Any] | None = None,
-        pretrained_strict: bool = False,
+        pretrained: str | Pretrained | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         """Set the options; no process is started.
@@ -118,13 +115,9 @@ class MeshStrategy:
             fsdp: How parameters are sharded and gathered, as ``FSDP(…)``.
             pipeline: How layers are distributed over stages and run, as ``Pipeline(…)``.
             pretrained: Path of initial weights: a Hugging Face directory, a file of safetensors or of ``torch.save``,
-                or a checkpoint. Each rank reads its slices when the module is sharded, unless the Trainer is given a
-                ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights" in the
-                documentation.
-            pretrained_key_mapping: From stored names to names in the model, if they differ: a dict of whole names or
-                regular expressions to new names (None leaves a tensor out), all applied at once; or a function. See
-                "Rename tensors" in the documentation.
-            pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
+                or a checkpoint; or ``Pretrained(…)``, with options. Each rank reads its slices when the module is
+                sharded, unless the Trainer is given a ckpt_path; in Fabric, for the module that is set up first. See
+                "Pretrained weights" in the documentation.
             timeout_s: Of the collectives of training, and of a rank that waits for the others while saving or loading.
 
         Raises:
@@ -144,9 +137,9 @@ class MeshStrategy:
                 "FSDP(reshard_after_forward=True) would gather the parameters of a pipeline again for each microbatch. "
                 "Use reshard_after_forward=False, which gathers them once for all"
             )
-        mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
-        path = None if pretrained is None else file_path(pretrained)
-        self._pretrained = Pretrained(path, mapping, pretrained_strict) if path is not None else None
+        if pretrained is not None and not isinstance(pretrained, Pretrained):
+            pretrained = Pretrained(os.fspath(pretrained))
+        self._pretrained = pretrained and replace(pretrained, path=file_path(pretrained.path))
         self._timeout_s = timeout_s
         self._meshes: Meshes | None = None
         self._group: ref[dist.ProcessGroup] | None = None
@@ -281,26 +274,30 @@ class MeshStrategy:
         precision: object,
         restores: Callable[[], bool] = lambda: False,
         is_called: bool = False,
+        is_last: bool = True,
     ) -> ShardedModule:
         """Shard a module in place, and fill it with its initial or pretrained values.
 
-        Collective: every rank of the world must call it. ``restores`` and ``is_called`` are passed to `shard`.
+        Collective: every rank of the world must call it. ``restores`` and ``is_called`` are passed to `shard`,
+        ``is_last`` to `find_pretrained`.
         """
         build.compare(module, self._ranks)
-        with compare_pretrained(pretrained, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as weights:
-            with share_rng():  # some modules initialize their weights only now
-                sharded = shard(
-                    module,
-                    self.meshes,
-                    replace(self._recipe, autocast_dtype=autocast_dtype(precision)),
-                    device=self.root_device,
-                    build=build,
-                    copy_slice=copy_slice,
-                    loaded=weights.names,
-                    restores=restores,
-                    is_called=is_called,
-                )
-            weights.fill(module, WholeNames(sharded.state_names, sharded.state_ties), self._ranks)
+        opening: dict[str, Any] = {"ranks": self._ranks, "storage": self.checkpoint_io.storage}
+        loaded = find_pretrained(pretrained, module, is_last=is_last, **opening) if pretrained is not None else ()
+        with share_rng():  # some modules initialize their weights only now
+            sharded = shard(
+                module,
+                self.meshes,
+                replace(self._recipe, autocast_dtype=autocast_dtype(precision)),
+                device=self.root_device,
+                build=build,
+                copy_slice=copy_slice,
+                loaded=loaded,
+                restores=restores,
+                is_called=is_called,
+            )
+        if pretrained is not None:
+            load_pretrained(pretrained, module, WholeNames(sharded.state_names, sharded.state_ties), **opening)
         return sharded
 
     # --- collectives ---
@@ -360,13 +357,9 @@ def _check_io(io: object) -> ShardCkptIO:
     Raises:
         TypeError: for another CheckpointIO.
     """
-    if isinstance(io, ShardCkptIO):
-        return io
-    if isinstance(getattr(io, "checkpoint_io", None), ShardCkptIO):
+    if not isinstance(io, ShardCkptIO):
         raise TypeError(
-            f"{type(io).__name__} saves in a thread of rank 0 only, but under ShardedStrategy every rank writes its "
-            "own slices. Pass ShardCkptIO() alone in plugins."
+            f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}: every rank writes its own slices. Pass "
+            "plugins=[ShardCkptIO()], not inside of another CheckpointIO; use_async=True makes it asynchronous"
         )
-    raise TypeError(
-        f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
-    )
+    return io

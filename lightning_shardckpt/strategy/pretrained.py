@@ -1,19 +1,18 @@
-"""Pretrained weights, in call order: open, compare with the model, shard the model, read. Each is a ``Ranks.step``."""
+"""Pretrained weights: the names that they fill, before the module is sharded, and their load, after."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_shardckpt.checkpoint.load_job import LoadJob, start_load
+from lightning_shardckpt.checkpoint.checkpoint import load
+from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
@@ -24,140 +23,116 @@ from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.peft import added_names, made_from_base
+from lightning_shardckpt.state.peft import made_from_base
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.system.text import count_text, list_some
+from lightning_shardckpt.system.text import list_some
+
+_OPTION = "Pretrained(key_mapping=…)"
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """The arguments of ``ShardedStrategy`` that start with ``pretrained``, and whether a checkpoint is loaded after."""
+    """Initial weights with options, for ``ShardedStrategy(pretrained=Pretrained(…))``.
+
+    Args:
+        path: A Hugging Face directory, a file of safetensors or of ``torch.save``, or a checkpoint.
+        key_mapping: From stored names to names in the model, if they differ: a dict of whole names or regular
+            expressions to new names (None leaves a tensor out), all applied at once; or a function. See "Rename
+            tensors" in the documentation.
+        strict: Make differences an error; otherwise a warning lists them, and the tensors keep their first values.
+    """
 
     path: str
-    key_mapping: KeyMapping = field(default_factory=KeyMapping)
-    strict: bool = False
-    before_checkpoint: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PretrainedWeights:
-    """Stored weights that were compared with a model.
-
-    Attributes:
-        source: the stored weights, under the model's names; None if there are none.
-        names: of the parameters and buffers that only these weights fill.
-        problems: tensors that cannot be loaded and why, a line each.
-        report: on missing, unexpected and unused names, as one text; empty if there are none.
-        strict: whether differences that load hooks leave are errors.
-    """
-
-    source: Source | None = None
-    names: frozenset[str] = frozenset()
-    problems: Sequence[str] = ()
-    report: str = ""
+    key_mapping: dict[str, str | None] | Callable[[str], Any] | None = None
     strict: bool = False
 
-    def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
-        """Read this rank's slices of the model, which has been sharded.
+    def __post_init__(self) -> None:
+        self.mapping  # noqa: B018  # raises for a malformed one
 
-        Collective: every rank of ``ranks`` must call it.
-        """
-        if self.source is None:
-            return
-        source, live = self.source, module.state_dict()
-        jobs = list[LoadJob]()
+    @property
+    def mapping(self) -> KeyMapping:
+        """The mapping of names."""
+        return KeyMapping.of(self.key_mapping, _OPTION)
 
-        def read() -> None:
-            jobs.append(start_load(source, replace(LoadTargets.of_module(module, live, whole), has_trainer=False)))
-            jobs[0].fill({})
-
-        def load() -> list[str]:
-            loaded = LoadedModules({"": module}, live, jobs[0].hooked, whole)
-            return loaded.load(loaded.state_dict(jobs[0].extra_state), strict=self.strict, keep_parameters=True)
-
-        ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
-        phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
-        notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
-        if notes and ranks.rank == 0:
-            warnings.warn(f"pretrained weights at {source.path!r}: " + list_some(notes, between="\n  "), stacklevel=4)
+    def fit(self, source: Source, module: nn.Module, whole: WholeNames) -> tuple[Source, list[str]]:
+        """Return the stored weights under the names of the model, and a line for each problem."""
+        source, unused = map_names(source, self.mapping, optimizers=())
+        source, problems = fit_names(source, module, whole.state, _OPTION)
+        return source, unused + problems
 
 
-@contextmanager
-def compare_pretrained(
-    pretrained: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage
-) -> Iterator[PretrainedWeights]:
-    """Open pretrained weights, and compare them with a module, which is to be sharded and filled inside the context.
+def find_pretrained(
+    pretrained: Pretrained, module: nn.Module, *, ranks: Ranks, storage: Storage, is_last: bool
+) -> frozenset[str]:
+    """Return the names of the parameters and buffers that only the weights fill, of a module that is not sharded yet.
 
-    Collective: every rank of ``ranks`` must enter it. Without ``pretrained`` it does nothing.
+    Collective: every rank of ``ranks`` must call it.
+
+    Args:
+        pretrained: the weights.
+        module: the whole module.
+        ranks: the ranks that open them together.
+        storage: of checkpoints.
+        is_last: False if a checkpoint will be loaded after them.
 
     Raises:
-        MismatchError: listing the tensors that cannot be loaded; with ``strict`` also missing and unexpected ones.
-        Exception: the error of opening the source, on all ranks.
+        MismatchError: if PEFT has computed adapters from the weights that these replace.
+        CheckpointNotFoundError: if there are none.
     """
-    if pretrained is None:
-        yield PretrainedWeights()
-        return
-    with ExitStack() as closing:
-        try:
-            source, _ = closing.enter_context(open_on_ranks(pretrained.path, ranks=ranks, storage=storage))
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "
-                "as made by `hf download NAME --local-dir PATH`."
-            ) from None
-        weights: list[PretrainedWeights] = []
+    names = list[frozenset[str]]()
 
-        def compare() -> dict[str, Any]:
-            weights.append(compare_weights(source, module, pretrained))
-            return {"problems": weights[0].problems, "report": weights[0].report}
+    def find() -> None:
+        live = module.state_dict()
+        state = frozenset(clean_fqn(name) for name, value in live.items() if isinstance(value, torch.Tensor))
+        whole = WholeNames(state, tuple(map(tuple, tied_names(module))))
+        match = match_targets(pretrained.fit(source, module, whole)[0], LoadTargets.of_module(module, live, whole))
+        loaded = frozenset(name for row in match.rows if row.stored is not None for name in row.names)
+        if is_last and (computed := made_from_base(module, state - loaded)):
+            raise MismatchError(
+                f"PEFT has computed {list_some(computed)} from the weights that those at {pretrained.path!r} replace: "
+                "begin with from_pretrained, not pretrained="
+            )
+        names.append(frozenset() if match.is_hooked else loaded)
 
-        phase = f"comparing pretrained weights at {source.path!r} with the model"
-        report = ranks.step(phase, compare, partial(_check_reports, source.path, pretrained.strict))
-        if report and ranks.rank == 0:
-            warnings.warn(report, stacklevel=3)
-        yield weights[0]
-
-
-def compare_weights(source: Source, module: nn.Module, pretrained: Pretrained) -> PretrainedWeights:
-    """Compare stored weights with a whole model. Entries that code of the model loads are not in the names."""
-    live, mapping = module.state_dict(), pretrained.key_mapping
-    state = frozenset(clean_fqn(name) for name, value in live.items() if isinstance(value, torch.Tensor))
-    whole = WholeNames(state, tuple(map(tuple, tied_names(module))))
-    source, unused = map_names(source, mapping, optimizers=())
-    fitted = fit_names(source, module, state, mapping.option)
-    match = match_targets(fitted.source, LoadTargets.of_module(module, live, whole))
-    loaded = {name for row in match.rows if row.stored is not None for name in row.names}
-    fix = "was computed by PEFT from the weights that these replace: begin with from_pretrained, not pretrained="
-    computed = () if pretrained.before_checkpoint else made_from_base(module, state - loaded)
-    differing = (row for row in match.rows if not (row.is_missing or row.is_apart or row.is_left_out))
-    problems = [*fitted.problems, *(f"{name}  {fix}" for name in computed)]
-    problems += [f"{row.key}  {problem}" for row in differing for problem in row.problems]
-    added = added_names(state)
-    missing = [row.key for row in match.rows if (row.is_missing or row.is_left_out) and row.key not in added]
-    apart = "tied in the model and stored with several values, of which the first is used"
-    kinds = [
-        ("not in it, so with first values", [n for n in missing if not fitted.may_be_missing(n)], "tensor", "tensors"),
-        ("not in the model", [fitted.names[n] for n in match.unexpected], "tensor", "tensors"),
-        (apart, [", ".join(row.names) for row in match.rows if row.is_apart], "tie", "ties"),
-        ("unused", unused, "entry", "entries"),
-    ]
-    counted = [(f"{kind}: {count_text(len(names), one, many)}", sorted(names)) for kind, names, one, many in kinds]
-    lines = [list_some([kind, *names], 11, "\n  ") for kind, names in counted if names]
-    report = f"pretrained weights at {source.path!r}: " + "\n".join(lines) if lines else ""
-    names = frozenset[str]() if match.is_hooked else frozenset(loaded)
-    return PretrainedWeights(fitted.source, names, problems, report, pretrained.strict)
+    try:
+        with open_on_ranks(pretrained.path, ranks=ranks, storage=storage) as (source, _):
+            ranks.step(f"comparing pretrained weights at {pretrained.path!r} with the model", find, lambda _: None)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "
+            "as made by `hf download NAME --local-dir PATH`."
+        ) from None
+    return names[0]
 
 
-def _check_reports(path: str, strict: bool, reports: list[dict[str, Any]]) -> str:
-    """Return the report of rank 0, or raise a MismatchError with the problems of all ranks."""
-    problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
-    if problems:
-        listed = list_some(problems, 20, "\n  ")
-        raise MismatchError(
-            f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
-            "Leave them out with a pretrained_key_mapping of their names to None, or change the model."
-        )
-    report: str = reports[0]["report"]
-    if report and strict:
-        raise MismatchError(f"{report}\nSet pretrained_strict=False to begin with the others.")
-    return report
+def load_pretrained(
+    pretrained: Pretrained, module: nn.Module, whole: WholeNames, *, ranks: Ranks, storage: Storage
+) -> None:
+    """Read this rank's slices of the weights into a module that is sharded.
+
+    Collective: every rank of ``ranks`` must call it.
+
+    Raises:
+        MismatchError: with ``strict``, listing all differences.
+    """
+    path, live = pretrained.path, module.state_dict()
+    targets = LoadTargets.of_module(module, live, whole)
+    targets = replace(
+        targets,
+        fit_source=lambda source: pretrained.fit(source, module, whole),
+        has_trainer=False,
+        remedy="Set strict=False in Pretrained(…)",
+    )
+    result = load(path, targets, ranks=ranks, options=LoadOptions(strict=pretrained.strict), storage=storage)
+    loaded = LoadedModules({"": module}, live, result.hooked, whole)
+
+    def finish() -> list[str]:
+        state = loaded.state_dict(result.extra_state)
+        return loaded.load(state, strict=pretrained.strict, keep_parameters=True)
+
+    phase = f"loading pretrained weights from {path!r} into {type(module).__name__}"
+    notes: list[str] = ranks.step(phase, finish, lambda every: list(dict.fromkeys(chain(*every))))
+    if notes:
+        result.notes.append(f"{path!r} and this model differ:\n  " + list_some(notes, between="\n  "))
+    for note in result.notes if ranks.rank == 0 else ():
+        warnings.warn(note, stacklevel=4)

@@ -19,6 +19,7 @@ from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -49,7 +50,6 @@ from lightning_shardckpt.state.data_position import (
     progress_of,
     resume_loader,
 )
-from lightning_shardckpt.strategy.lightning_module import resume_epoch_callbacks
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
 _INEXACT = (
@@ -249,7 +249,7 @@ def resume_training(
     is_over = has_begun and (batches is None or batches >= trainer.fit_loop.max_batches)  # of this run
     undo, same_data = ExitStack(), saved.data_size == share.data_size
     if batches:
-        resume_epoch_callbacks(trainer)
+        _resume_epoch_callbacks(trainer)
     undo.callback(continue_validation(trainer))
     loaders = train_loaders(trainer)
     pairs, in_epoch, inexact = [*zip(loaders, positions, strict=False)], bool(batches) and not is_over, list[str]()
@@ -296,3 +296,16 @@ def _refuse_other_batches(loader: object, position: Any, saved: DataShare, share
             f"({now} on {share.data_size}). Finish the epoch with the same global batch, or resume from a checkpoint "
             "of an epoch's end"
         )
+
+
+def _resume_epoch_callbacks(trainer: pl.Trainer) -> None:
+    """Prepare callbacks for an epoch that is resumed in its middle, without Lightning's ``on_train_epoch_start``.
+
+    GradientAccumulationScheduler sets ``accumulate_grad_batches``. StochasticWeightAveraging creates its scheduler and
+    loads its state; it averages once per epoch, and remembers that.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch <= callback.swa_end:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)

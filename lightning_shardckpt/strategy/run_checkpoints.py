@@ -225,7 +225,7 @@ class RunCheckpoints:
         def fit_source(source: Source) -> tuple[Source, list[str]]:
             source, problems = map_names(source, io.key_mapping)
             if source.has_weights_only():
-                source, _, more, _ = fit_names(source, module, names)
+                source, more = fit_names(source, module, names)
                 problems += more
             return source, problems
 

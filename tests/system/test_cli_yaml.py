@@ -40,9 +40,7 @@ EVERY_ARGUMENT: dict[str, Any] = {
         "loss": "microbatch",
         "stages_per_rank": 2,
     },
-    "pretrained": "weights/llama",
-    "pretrained_key_mapping": {"^gpt_neox": "model", "masked_bias$": None},
-    "pretrained_strict": True,
+    "pretrained": {"path": "weights/llama", "key_mapping": {"^gpt_neox": "model", "bias$": None}, "strict": True},
     "timeout_s": 12.5,
 }
 SINGLE = {
@@ -93,11 +91,12 @@ def plain(strategy: Any) -> dict[str, Any]:
 
 def parse_beside_code(*arguments: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], set[str]]:
     """The attributes of the strategy, of the same one built in Python and of a default one, and all arguments."""
-    from lightning_shardckpt import FSDP, Pipeline, ShardedStrategy
+    from lightning_shardckpt import FSDP, Pipeline, Pretrained, ShardedStrategy
 
     names = set(inspect.signature(ShardedStrategy).parameters)
     in_code = {**EVERY_ARGUMENT, "fsdp": FSDP(**EVERY_ARGUMENT["fsdp"])}
     in_code["pipeline"] = Pipeline(**EVERY_ARGUMENT["pipeline"])
+    in_code["pretrained"] = Pretrained(**EVERY_ARGUMENT["pretrained"])
     return parse(*arguments)[0], plain(ShardedStrategy(**in_code)), plain(ShardedStrategy()), names
 
 
@@ -112,13 +111,13 @@ def alone(fn: Any, *arguments: str, bare: bool = False) -> Any:
 
 
 def test_every_argument_of_the_strategy_can_be_given_in_yaml(tmp_path: Path) -> None:
-    from lightning_shardckpt import FSDP, Pipeline
+    from lightning_shardckpt import FSDP, Pipeline, Pretrained
 
     strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": EVERY_ARGUMENT}
     config = write(tmp_path / "c.yaml", {"strategy": strategy})
     got, in_code, default, names = alone(parse_beside_code, config)
     assert names == EVERY_ARGUMENT.keys()  # a new argument belongs here, too
-    for name, value in {"fsdp": FSDP, "pipeline": Pipeline}.items():
+    for name, value in {"fsdp": FSDP, "pipeline": Pipeline, "pretrained": Pretrained}.items():
         assert {field.name for field in dataclasses.fields(value)} == EVERY_ARGUMENT[name].keys()
     differing = {name for name in default if default[name] != in_code[name]}
     assert len(differing) >= 4  # so that the comparison below says something

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shardckpt import load, load_from_checkpoint, save
+from lightning_shardckpt import Pretrained, load, load_from_checkpoint, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
@@ -230,7 +230,7 @@ def by_trainer(path: str) -> Found:
     dist.barrier()
     validated, begun, of_tensors = Holder(), Holder(), Holder()
     tiny.trainer({}).validate(validated, data(), ckpt_path=f"{path}.ckpt", verbose=False)
-    tiny.train(begun, {"pretrained": f"{path}.ckpt", "pretrained_strict": True}, 1, data=data())
+    tiny.train(begun, {"pretrained": Pretrained(f"{path}.ckpt", strict=True)}, 1, data=data())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "pretrained weights")  # of what it lacks
         tiny.train(of_tensors, {"pretrained": f"{path}.safetensors"}, 1, data=data())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_shardckpt import load
+from lightning_shardckpt import Pretrained, load
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from lightning_shardckpt.sources.key_mapping import KeyMapping
@@ -134,8 +134,8 @@ def as_single_files(folder: str) -> None:
 
 def begin_fabric(folder: str, kind: str) -> list[str]:
     """What differs from the oracle, of a module that is set up first and of one that is set up after it."""
-    options = {"pretrained": f"{folder}/{kind}", "pretrained_strict": True}
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric(**options))
+    strategy = OfFabric(pretrained=Pretrained(f"{folder}/{kind}", strict=True))
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     torch.manual_seed(1)
     with fabric.init_module(empty_init=True):
@@ -170,14 +170,14 @@ def begin_with_differences(folder: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tiny.train(module := Classifier("llama"), {"pretrained": path}, 1)
-    told = [str(w.message) for w in caught if "pretrained weights" in str(w.message)]
+    told = [str(w.message) for w in caught if "left as they are: 3 differences" in str(w.message)]
     assert len(told) == (module.global_rank == 0)
-    assert all("not in it, so with first values: 2 tensors\n  head.bias\n  head.weight" in line for line in told)
-    assert all("not in the model: 1 tensor\n  lm_head.weight" in line for line in told)
+    expected_lines = ("head.weight  in model only", "head.bias  in model only", "lm_head.weight  in checkpoint only")
+    assert all(each in line for line in told for each in expected_lines)
     assert 0 < module.first["head.weight"].abs().max() <= 1 / 4  # of nn.Linear's own first values
     assert torch.equal(module.model.rotary_emb.inv_freq, expected.rotary_emb.inv_freq), "which is not stored"
-    with pytest.raises(MismatchError, match=r"(?s)head.bias.*lm_head.weight.*pretrained_strict=False"):
-        tiny.train(Classifier("x"), {"pretrained": path, "pretrained_strict": True}, 1)
+    with pytest.raises(MismatchError, match=r"(?s)head.bias.*lm_head.weight.*strict=False in Pretrained"):
+        tiny.train(Classifier("x"), {"pretrained": Pretrained(path, strict=True)}, 1)
     whole = {f"model.{name}": value for name, value in expected.state_dict().items()}
     head = {name: module.first[name] for name in ("head.weight", "head.bias")}
     return tiny.differences(whole | head, module.first)
@@ -203,7 +203,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     half = {name: value.bfloat16() for name, value in whole.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the head that it leaves out
-        mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=without_head)
+        mapped = first_of(Causal("llama"), pretrained=Pretrained(path, without_head))
     head = {"model.lm_head.weight": first_of(Causal("llama"))["model.lm_head.weight"]}
     tiny.train(trained := Causal("llama"), {}, 1, save=save)
     tiny.train(resumed := Causal("llama"), {"pretrained": "/nowhere"}, 2, resume=save)

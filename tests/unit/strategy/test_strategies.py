@@ -19,7 +19,7 @@ BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
 def test_both_strategies_have_one_signature() -> None:
     ours, theirs = (inspect.signature(strategy) for strategy in BOTH)
-    assert ours == theirs and len(ours.parameters) == 11
+    assert ours == theirs and len(ours.parameters) == 9
     assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
