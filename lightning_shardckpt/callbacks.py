@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +36,6 @@ class FollowedMetrics(Callback):
     def __init__(self, run_dir: str | os.PathLike[str] | None = None, *, wait_s: float = 300.0) -> None:
         self._run_dir, self._wait_s, self._next_look = run_dir, wait_s, 0.0
         self._runs = dict[Run, list[dict[str, Any]]]()  # with their evaluations; on rank 0, in a fit
-        self._logged = set[str]()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -61,25 +59,20 @@ class FollowedMetrics(Callback):
             self._next_look = time.monotonic() + (_LOOK_AT_STORE_S if has_store else _LOOK_S)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._log(trainer)
-
-    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the follower that the training has ended, wait for it, and log the rest.
 
         The strategy has waited for asynchronous saves.
         """
-        deadline = time.monotonic() + self._wait_s
+        deadline, waits = time.monotonic() + self._wait_s, bool(self._runs)
         for run in self._runs:
             run.folder.set_ended(True)
-        while self._runs:
-            is_last = time.monotonic() >= deadline
+        while waits:
+            waits = time.monotonic() < deadline
             followed = [run for run in self._runs if run.folder.is_followed()]  # before the look: its last work is seen
             self._log(trainer)
-            if is_last or not any(run.pending(self._runs[run]) for run in followed):
-                break
-            time.sleep(_LAST_LOOK_S)
+            waits = waits and any(run.pending(self._runs[run]) for run in followed)
+            time.sleep(_LAST_LOOK_S if waits else 0)
         if missing := [saved.path for run, evaluations in self._runs.items() for saved in run.pending(evaluations)]:
             rank_zero_warn(
                 f"metrics of {count_text(len(missing), 'checkpoint')} are not logged, since they are not evaluated: "
@@ -91,23 +84,19 @@ class FollowedMetrics(Callback):
         for run in self._runs:
             try:
                 self._runs[run] = run.folder.evaluations()
-                self._logged |= run.folder.logged()
+                logged = run.folder.logged()
                 new = {f"{one['save_id']} {one['start']}": one for one in self._runs[run] if "status" in one}
-                new = {key: one for key, one in new.items() if key not in self._logged}
-                for one in new.values():
-                    _log_one(trainer, one)
-                self._logged |= new.keys()
+                new = {key: one for key, one in new.items() if key not in logged}
                 if new:
                     run.folder.add_logged(new)
             except OSError as error:
                 rank_zero_warn(f"looking again for evaluations: {error}")
-
-
-def _log_one(trainer: pl.Trainer, evaluation: Mapping[str, Any]) -> None:
-    if evaluation["status"] != 0:
-        rank_zero_warn(f"the evaluation of {evaluation['path']!r} failed with status {evaluation['status']}")
-        return
-    metrics = evaluation.get("metrics") or {}
-    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    for logger in trainer.loggers if numbers else ():
-        logger.log_metrics(numbers, step=evaluation["step"])
+                continue
+            for one in new.values():
+                if one["status"] != 0:
+                    rank_zero_warn(f"the evaluation of {one['path']!r} failed with status {one['status']}")
+                    continue
+                metrics = one.get("metrics") or {}
+                numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+                for logger in trainer.loggers if numbers else ():
+                    logger.log_metrics(numbers, step=one["step"])

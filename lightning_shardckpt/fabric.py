@@ -104,18 +104,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._agreement = BatchAgreement()
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
 
-    # --- properties ---
+    # --- processes ---
 
     @property
-    @override
-    def num_nodes(self) -> int:
+    def num_nodes(self) -> int:  # type: ignore[override]  # the Trainer's strategy sets it
         return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    # --- processes ---
 
     @override
     def _configure_launcher(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -98,9 +97,13 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
             for number, module in enumerate(modules)
             for name, tensor in _replicated(module, parameters=parameters)
         )
-    numbers = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline)
-    report = {"numbers": numbers, "replicas": combine_digests(digests)}
-    written, differ = ranks.step("comparing the ranks", lambda: report, _join_reports)
+    numbers, combined = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline), combine_digests(digests)
+
+    def join(reports: list[tuple[list[int], Digests]]) -> tuple[list[int], bool]:
+        maxima = [max(column) for column in zip(*(numbers for numbers, _ in reports), strict=True)]
+        return maxima, bool(find_differences(replicas for _, replicas in reports))
+
+    written, differ = ranks.step("comparing the ranks", lambda: (numbers, combined), join)
     refuse_different_numbers(written)
     if not differ:
         return
@@ -112,12 +115,6 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
         "from a batch (self.all_gather(x).mean(0), self.trainer.strategy.reduce(x)) before they are used; if a buffer "
         "may differ between ranks, use register_buffer(…, persistent=False)."
     )
-
-
-def _join_reports(reports: list[dict[str, Any]]) -> list[Any]:
-    """Return the maxima of the ranks' numbers, and whether replicated values differ. Runs on rank 0."""
-    maxima = [max(column) for column in zip(*(report["numbers"] for report in reports), strict=True)]
-    return [maxima, bool(find_differences(report["replicas"] for report in reports))]
 
 
 def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:
@@ -135,17 +132,16 @@ def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Ten
 
 
 # ── ends of epochs ────────────────────────────────────────────────────────────────────────────────────────────────────
-# The ranks must train on as many batches in an epoch, which is not always known before. A rank whose epoch is over,
-# because its loader or the run ends, waits for the others before anything else, in the store: if another one goes on,
-# its collectives must not meet those of the next epoch. That one sees it, and reports it.
 
 
 def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:
-    """Compare the ends of the epochs from now on; return the undo. Call it when training starts.
+    """Refuse epochs with other numbers of batches on other ranks from now on; return the undo.
 
+    A rank whose epoch is over, because its loader or the run ends, waits for the others in the store before anything
+    else: the collectives of one that goes on must not meet those of the next epoch. That one sees it, and reports it.
     An epoch in which all ranks have the known number of batches costs nothing.
 
-    Collective: every rank of ``ranks`` must call it.
+    Collective: every rank of ``ranks`` must call it, when training starts.
     """
     length = trainer.num_training_batches
     are_equal = ranks.step("comparing lengths of loaders", lambda: length, lambda all: len({*all}) == 1)
@@ -159,16 +155,14 @@ def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:
         if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
             return  # all ranks end here
         compared = epoch, batches
+
+        def refuse_difference(every: list[int]) -> None:
+            least, most = min(every), max(every)
+            if least != most:
+                places = every.index(least), least, every.index(most), most
+                raise UnsupportedCodeError(unequal_batches_text(epoch, *places))
+
         with current_world().epoch_over():
-            ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
+            ranks.step(f"ending epoch {epoch}", lambda: batches, refuse_difference)
 
     return watch_epoch_ends(trainer, compare, any_rank)
-
-
-def _refuse_difference(epoch: int, batches: list[int]) -> None:
-    """Raise an UnsupportedCodeError if the ranks have had different numbers of batches in an epoch."""
-    least, most = min(batches), max(batches)
-    if least != most:
-        raise UnsupportedCodeError(
-            unequal_batches_text(epoch, batches.index(least), least, batches.index(most), most)
-        )

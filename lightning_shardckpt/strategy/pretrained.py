@@ -27,8 +27,6 @@ from lightning_shardckpt.state.peft import made_from_base
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import list_some
 
-_OPTION = "Pretrained(key_mapping=…)"
-
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
@@ -52,12 +50,12 @@ class Pretrained:
     @property
     def mapping(self) -> KeyMapping:
         """The mapping of names."""
-        return KeyMapping.of(self.key_mapping, _OPTION)
+        return KeyMapping.of(self.key_mapping)
 
     def fit(self, source: Source, module: nn.Module, whole: WholeNames) -> tuple[Source, list[str]]:
         """Return the stored weights under the names of the model, and a line for each problem."""
         source, unused = map_names(source, self.mapping, optimizers=())
-        source, problems = fit_names(source, module, whole.state, _OPTION)
+        source, problems = fit_names(source, module, whole.state)
         return source, unused + problems
 
 

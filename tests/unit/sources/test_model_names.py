@@ -19,10 +19,12 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import lightning_shardckpt as ckpt
+from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.strategy.pretrained import Pretrained, PretrainedWeights, compare_weights
+from lightning_shardckpt.state.model import WholeNames, tied_names
+from lightning_shardckpt.strategy.pretrained import Pretrained
 from tests.support import tiny
 
 
@@ -53,18 +55,19 @@ def root_of(**children: nn.Module) -> nn.Module:
 
 def compared(
     tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False
-) -> PretrainedWeights:
-    """With a file whose tensors are zero, or ``apart`` have different values."""
+) -> tuple[dict[str, str], list[str]]:
+    """The names in the file by name in the model, and the differences.
+
+    The tensors of the file are zero, or ``apart`` have different values.
+    """
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
-    return compare_weights(open_path(str(tmp_path / "w.safetensors")), module, Pretrained("", KeyMapping.of(mapping)))
-
-
-def filled(weights: PretrainedWeights) -> dict[str, str]:
-    """The names in the file by name in the model."""
-    assert weights.source is not None
-    table, aliases = weights.source.table["model"], weights.source.aliases["model"]
-    return {name: table[aliases.get(name, name)].key for name in weights.names}
+    live = module.state_dict()
+    whole = WholeNames(frozenset(live), tuple(map(tuple, tied_names(module))))
+    source, problems = Pretrained("", mapping).fit(open_path(str(tmp_path / "w.safetensors")), module, whole)
+    match = match_targets(source, LoadTargets.of_module(module, live, whole))
+    filled = [(row.names, source.table["model"][row.stored].key) for row in match.rows if row.stored is not None]
+    return {name: key for names, key in filled for name in names}, problems + match.problems
 
 
 BASE = ["transformer.h.0.w", "transformer.h.1.w"]
@@ -85,26 +88,26 @@ BASE = ["transformer.h.0.w", "transformer.h.1.w"]
 def test_names_fit_by_what_they_have_in_common(
     module: nn.Module, stored: list[str], found: dict[str, str], tmp_path: Path
 ) -> None:
-    assert filled(compared(tmp_path, module, stored)) == found
+    assert compared(tmp_path, module, stored)[0] == found
 
 
 def test_ties_are_filled_by_any_of_their_names_and_those_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
-    found = compared(tmp_path, root_of(m=model), ["head.w", "old"])
-    assert found.names == {"m.transformer.embed.w", "m.head.w"}
-    assert found.report.endswith("not in the model: 1 tensor\n  old")
-    told = compared(tmp_path, root_of(m=model), ["head.w", "transformer.embed.w"], apart=True).report
-    assert "with several values, of which the first is used: 1 tie\n  m.transformer.embed.w, m.head.w" in told
+    found, differences = compared(tmp_path, root_of(m=model), ["head.w", "old"])
+    assert found.keys() == {"m.transformer.embed.w", "m.head.w"}
+    assert differences == ["m.old  in checkpoint only"]
+    _, (told,) = compared(tmp_path, root_of(m=model), ["head.w", "transformer.embed.w"], apart=True)
+    assert told == "m.transformer.embed.w  tied to ['m.head.w'] in the model, stored apart in the checkpoint"
 
 
 def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -> None:
     module = root_of(student=Model("w", "v"), teacher=Model("w", "v"))
     with pytest.raises(MismatchError, match=r"fit 'student' and 'teacher' of Module alike; .*=.*student\."):
         compared(tmp_path, module, ["w", "v"])
-    found = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
-    assert filled(found) == {"teacher.w": "w", "teacher.v": "v"}
-    assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
+    found, differences = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
+    assert found == {"teacher.w": "w", "teacher.v": "v"}
+    assert [line.partition(";")[0] for line in differences] == [f"student.{n}  in model only" for n in ("w", "v")]
 
 
 class FusedConfig(transformers.PretrainedConfig):
