@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,10 +50,12 @@ from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tens
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
+from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.sharding.shared_values import (
     broadcast_rng,
+    broadcast_statistics,
     share_optimizer_rng,
     synchronize_batch_norms,
 )
@@ -65,13 +68,14 @@ from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
-    TrainerSteps,
+    PipelinedSteps,
+    TensorGroupChecks,
     clip_shards,
     scaler_factor,
     unscale_shards,
     with_mean_loss,
 )
-from lightning_shardckpt.strategy.user_steps import StepContext
+from lightning_shardckpt.strategy.user_steps import StepContext, lightning_step
 from lightning_shardckpt.system.host import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
@@ -105,7 +109,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def _prepare(self) -> None:
         self.num_nodes = 1  # the Trainer's connector overwrites it
-        self._own_steps: TrainerSteps | None = None
+        self._own_sharded: ShardedModule | None = None  # of the connected module
+        self._pipelined: PipelinedSteps | None = None
+        self._checks: TensorGroupChecks | None = None
         self._failed = False  # in any run
         self._build = Build()
         self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
@@ -121,15 +127,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return self._run
 
     @property
-    def _steps(self) -> TrainerSteps:
-        if self._own_steps is None:
-            raise RuntimeError("the module is sharded in strategy.setup, which has not run for this LightningModule")
-        return self._own_steps
-
-    @property
     def sharded(self) -> ShardedModule:
         """The sharded LightningModule."""
-        return self._steps.sharded
+        if self._own_sharded is None:
+            raise RuntimeError("the module is sharded in strategy.setup, which has not run for this LightningModule")
+        return self._own_sharded
 
     def _find_sharded(self) -> ShardedModule | None:
         """Return the sharded module of this or another Trainer; None without one, or if it is outdated.
@@ -159,7 +161,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        self._own_steps = None
+        self._own_sharded = self._pipelined = None
 
     @override
     def _configure_launcher(self) -> None:
@@ -230,10 +232,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
-        sharded = self._find_sharded() or self._shard()
-        self._own_steps = TrainerSteps(
-            self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
-        )
+        sharded = self._own_sharded = self._find_sharded() or self._shard()
+        self._checks, self._pipelined = TensorGroupChecks(self.meshes, of_steps=sharded.pipeline is None), None
+        if sharded.pipeline is not None:
+            if not self._module.automatic_optimization:
+                raise UnsupportedCodeError(
+                    f"{type(self._module).__name__} optimizes manually (automatic_optimization = False), which cannot "
+                    "be pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
+                )
+            self._pipelined = PipelinedSteps(self._module, sharded.pipeline, self.root_device, self._loss_scale)
         self.model = self._module
         if self.topology.world_size > 1:
             self._undo_setup.callback(gather_metrics_over(self.meshes.data_parallel_group, self._module))
@@ -326,18 +333,19 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
         if not self._is_alone:
             compare_ranks([self._module], self._ranks, self.meshes, parameters=parameters)
-            self._steps.check_draws()
+            self._step_checks.check_draws()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.stop_position.reset()
         note_batch(*batches_begun(self._trainer))
         self._check_preemption()
-        self._steps.begin_batch(batch, batch_idx)
+        self._step_checks.begin_batch(batch, batch_idx)
 
     @override
     def training_step(self, *args: Any) -> STEP_OUTPUT:
-        return self._steps.train(self.precision_plugin.train_step_context, *args)  # type: ignore[no-any-return]
+        with self._step_checks.drawing():
+            return self._run_step("training_step", self.precision_plugin.train_step_context, *args)  # type: ignore[no-any-return]
 
     @override
     def validation_step(self, *args: Any) -> STEP_OUTPUT:
@@ -355,7 +363,23 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._check_end()
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_preemption()  # a validation may be longer than the time that is left
-        return self._steps.evaluate(name, context, *args)
+        self._step_checks.check_evaluation(args)
+        output = self._run_step(name, context, *args)
+        self.reshard()
+        return output
+
+    def _run_step(self, name: str, context: StepContext, *args: Any) -> Any:
+        """Run a step inside ``context``. Collective in a pipeline: every rank of the world must call it."""
+        if self._pipelined is not None:
+            assert self.sharded.pipeline is not None
+            return self._pipelined.run(lightning_step(self._module, self.sharded.pipeline, name, context, *args))
+        with context():
+            return self.sharded.run(partial(getattr(self._module, name), *args))
+
+    @property
+    def _step_checks(self) -> TensorGroupChecks:
+        assert self._checks is not None, "setup has not run"
+        return self._checks
 
     def _check_end(self) -> None:
         """Compare whether loaders without a length end with this batch, on ranks that step together.
@@ -381,17 +405,21 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def reshard(self) -> None:
         """Free parameters that FSDP2 has gathered, if the module applied it by itself. No communication."""
-        if self._own_steps is not None:
-            self._own_steps.reshard()
+        if self._own_sharded is not None:
+            reshard(self._own_sharded.root)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward. Gradients are reduced before the on_after_backward hooks run."""
-        plugin, module = self.precision_plugin, self._module
-        self._steps.check_loss(closure_loss)
+        plugin, module, gradients = self.precision_plugin, self._module, self.sharded.gradients
+        self._step_checks.check_loss(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        with self._steps.backward():
+        with gradients.backward() if self._pipelined is None else nullcontext():
             plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if self._pipelined is not None:
+            self._pipelined.backward()
+        if not gradients.is_blocked:
+            broadcast_statistics(module, self.meshes.data_parallel_group)  # autograd needed them until now
         return plugin.post_backward(loss, module)
 
     @contextmanager
@@ -430,8 +458,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         forget_meshes()
-        if self._own_steps is not None:
-            self._own_steps.reset()
+        if self._own_sharded is not None:
+            self._own_sharded.gradients.reset()
+        if self._pipelined is not None:
+            self._pipelined.reset()
         if self._run is not None:
             self._run.has_left = True
         self.checkpoint_io.leave(exception)
@@ -520,7 +550,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_validation_start(self) -> None:
         check_loaded([self._module])
-        self._steps.begin_evaluation()
+        self._step_checks.begin_evaluation()
         self._checkpoints.start_validation()
         if (group := self._stepping_together) is not None:
             check_lengths(batches_of_evaluation(self._trainer), group)

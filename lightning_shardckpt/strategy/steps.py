@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -23,14 +21,11 @@ from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wa
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import user_code
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
-from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_draws, check_loss
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
-from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_statistics
-from lightning_shardckpt.strategy.user_steps import StepCall, StepContext, lightning_step
+from lightning_shardckpt.strategy.user_steps import StepCall
 from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
 
 
@@ -125,130 +120,65 @@ class PipelinedSteps:
         return leaf * 1  # users may change it in place
 
 
-class TrainerSteps:
-    """Runs the steps of a sharded LightningModule.
+class TensorGroupChecks:
+    """Compares what the ranks of a tensor group must have in common in the steps of a Trainer; nothing without one.
+
+    The batches, the losses and the random numbers that steps draw: the first of each epoch, and of each loader of an
+    evaluation. All methods are collective: every rank of the world must call them.
 
     Args:
-        module: the LightningModule.
-        sharded: the sharded module.
-        meshes: of the strategy that runs the steps; another Trainer's strategy may have sharded the module.
-        device: of this rank.
-        loss_scale: returns the factor by which the Trainer will multiply the loss.
-
-    Raises:
-        UnsupportedCodeError: for manual optimization in a pipeline.
+        meshes: of the strategy that runs the steps.
+        of_steps: False in a pipeline, whose steps are compared by the pipeline itself.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        sharded: ShardedModule,
-        meshes: Meshes,
-        device: torch.device,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        self.sharded = sharded
-        self._module, self._meshes = module, meshes
+    def __init__(self, meshes: Meshes, *, of_steps: bool) -> None:
+        self._group = meshes.tensor_group if meshes.topology.tensor > 1 else None
+        self._of_steps = self._group if of_steps else None
         self._checks_loss = True  # of the first backward of an epoch
         self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
         self._draws = 0  # a checksum of the random states with which steps began to draw
-        self._pipelined: PipelinedSteps | None = None
-        if sharded.pipeline is not None:
-            if not module.automatic_optimization:
-                raise UnsupportedCodeError(
-                    f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
-                    "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
-                )
-            self._pipelined = PipelinedSteps(module, sharded.pipeline, device, loss_scale)
-        self._compares = meshes.topology.tensor > 1 and self._pipelined is None
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Compare the first batch of an epoch over the ranks of a tensor group. Call it before each training batch.
-
-        Collective: every rank of the world must call it.
-        """
+        """Compare the first batch of an epoch. Call it before each training batch."""
         if batch_idx == 0:
             self._checks_loss = True
-            if self._meshes.topology.tensor > 1:
-                check_batch(batch, self._meshes.tensor_group)
+            if self._group is not None:
+                check_batch(batch, self._group)
                 self.check_draws()
 
     def begin_evaluation(self) -> None:
-        """Compare the batches of a tensor group again, the first one of each loader."""
+        """Compare the first batch of each loader again."""
         self._compared.clear()
 
-    def check_draws(self) -> None:
-        """Compare which random numbers the steps of a tensor group drew.
-
-        Collective: every rank of the world must call it.
-        """
-        if self._compares:
-            check_draws(self._draws, self._meshes.tensor_group)
-
-    def train(self, context: StepContext, *args: Any) -> Any:
-        """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of the world must call it."""
-        if not self._compares:
-            return self._run("training_step", context, *args)
-        before = get_rng_state(every_device=False)
-        output = self._run("training_step", context, *args)
-        if drawn := differing_generators(before, get_rng_state(every_device=False)):
-            self._draws = checksum_of_states(drawn, self._draws)
-        return output
-
-    def evaluate(self, name: str, context: StepContext, *args: Any) -> Any:
-        """Run a validation, test or predict step, given by name, inside ``context``. Collective as `train`."""
+    def check_evaluation(self, args: tuple[Any, ...]) -> None:
+        """Compare the first batch of a loader of an evaluation, given the arguments of the step."""
         loader = args[2:]  # its number, if there are several
-        if self._compares and loader not in self._compared:
+        if self._of_steps is not None and loader not in self._compared:
             self._compared.add(loader)
             # other data-parallel ranks may have no batch of this loader
-            check_batch(args, self._meshes.tensor_group, of_all_groups=False)
-        output = self._run(name, context, *args)
-        self.reshard()
-        return output
-
-    def _run(self, name: str, context: StepContext, *args: Any) -> Any:
-        if self._pipelined is not None:
-            assert self.sharded.pipeline is not None
-            return self._pipelined.run(lightning_step(self._module, self.sharded.pipeline, name, context, *args))
-        with context():
-            return self.sharded.run(partial(getattr(self._module, name), *args))
-
-    def reshard(self) -> None:
-        """Free parameters that FSDP2 has gathered, if the module applies FSDP2 itself. No communication."""
-        reshard(self.sharded.root)
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Compare the first loss of an epoch over the ranks of a tensor group.
-
-        Collective: every rank of the world must call it.
-
-        Raises:
-            UnsupportedCodeError: if they differ.
-        """
-        if self._checks_loss and self._compares:
-            check_loss(loss, self._meshes.tensor_group)
-        self._checks_loss = False
+            check_batch(args, self._of_steps, of_all_groups=False)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Return the context of the loss's backward; gradients are final after it.
-
-        Collective: every rank of the world must call it.
-        """
-        if self._pipelined is not None:
+    def drawing(self) -> Iterator[None]:
+        """Record which random numbers are drawn inside, in a training step."""
+        if self._of_steps is None:
             yield
-            self._pipelined.backward()
-        else:
-            with self.sharded.gradients.backward():
-                yield
-        if not self.sharded.gradients.is_blocked:
-            broadcast_statistics(self._module, self._meshes.data_parallel_group)  # autograd needed them until now
+            return
+        before = get_rng_state(every_device=False)
+        yield
+        if drawn := differing_generators(before, get_rng_state(every_device=False)):
+            self._draws = checksum_of_states(drawn, self._draws)
 
-    def reset(self) -> None:
-        """Discard the state of a step that failed."""
-        self.sharded.gradients.reset()
-        if self._pipelined is not None:
-            self._pipelined.reset()
+    def check_draws(self) -> None:
+        """Compare which random numbers were drawn."""
+        if self._of_steps is not None:
+            check_draws(self._draws, self._of_steps)
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Compare the first loss of an epoch; raises an UnsupportedCodeError if they differ."""
+        if self._checks_loss and self._of_steps is not None:
+            check_loss(loss, self._of_steps)
+        self._checks_loss = False
 
 
 def with_mean_loss(
