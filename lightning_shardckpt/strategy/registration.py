@@ -11,10 +11,10 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-NAME = "sharded"
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_shardckpt.pytorch"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_shardckpt.fabric"),
@@ -22,7 +22,7 @@ _REGISTRIES = {
 
 
 def register_strategies() -> None:
-    """Register the name with each registry: now if it is imported, else when it is; the latter only once.
+    """Register the name with each registry: now if it is imported, else when it is.
 
     A strategy is imported when it is created.
     """
@@ -35,8 +35,8 @@ def _register(module: str) -> bool:
     """Register the name with a registry; return False if it is not imported."""
     name, home = _REGISTRIES[module]
     registry = getattr(sys.modules.get(module), name, None)
-    if registry is not None and NAME not in registry:
-        registry.register(NAME, partial(_make, home), description="Sharded training and checkpoints")
+    if registry is not None and "sharded" not in registry:
+        registry.register("sharded", partial(_make, home), description="Sharded training and checkpoints")
     return registry is not None
 
 
@@ -45,27 +45,25 @@ def _make(home: str, **arguments: Any) -> Any:
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Finds nothing itself: it lets a registry's module register the name at the end of its import."""
+    """Finds nothing itself: it lets a registry's module register the name at the end of its import, once."""
 
     def __init__(self, modules: set[str]) -> None:
         self._modules = modules
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the finders after this one, for a module of a registry; None for other modules."""
+        """Return the spec of the other finders for a module of a registry; None for other modules."""
         if name not in self._modules:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
+        self._modules.discard(name)
+        if not self._modules:
+            sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _register(name)
-            self._modules.discard(name)
-            if not self._modules and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _register(name)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one module
         return spec
