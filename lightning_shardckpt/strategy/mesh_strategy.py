@@ -283,7 +283,9 @@ class MeshStrategy:
         """
         build.compare(module, self._ranks)
         opening: dict[str, Any] = {"ranks": self._ranks, "storage": self.checkpoint_io.storage}
-        loaded = find_pretrained(pretrained, module, is_last=is_last, **opening) if pretrained is not None else ()
+        loaded, adapters = frozenset[str](), frozenset[str]()
+        if pretrained is not None:
+            loaded, adapters = find_pretrained(pretrained, module, is_last=is_last, **opening)
         with share_rng():  # some modules initialize their weights only now
             sharded = shard(
                 module,
@@ -297,7 +299,8 @@ class MeshStrategy:
                 is_called=is_called,
             )
         if pretrained is not None:
-            load_pretrained(pretrained, module, WholeNames(sharded.state_names, sharded.state_ties), **opening)
+            whole = WholeNames(sharded.state_names, sharded.state_ties)
+            load_pretrained(pretrained, module, whole, adapters, **opening)
         return sharded
 
     # --- collectives ---

@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.peft import made_from_base
+from lightning_shardckpt.state.peft import added_names, made_from_base
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import list_some
 
@@ -61,14 +61,14 @@ class Pretrained:
 
 def find_pretrained(
     pretrained: Pretrained, module: nn.Module, *, ranks: Ranks, storage: Storage, is_last: bool
-) -> frozenset[str]:
-    """Return the names of the parameters and buffers that only the weights fill, of a module that is not sharded yet.
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the parameters and buffers that only the weights fill, and of adapters that they lack.
 
     Collective: every rank of ``ranks`` must call it.
 
     Args:
         pretrained: the weights.
-        module: the whole module.
+        module: the whole module, which is not sharded yet.
         ranks: the ranks that open them together.
         storage: of checkpoints.
         is_last: False if a checkpoint will be loaded after them.
@@ -77,7 +77,7 @@ def find_pretrained(
         MismatchError: if PEFT has computed adapters from the weights that these replace.
         CheckpointNotFoundError: if there are none.
     """
-    names = list[frozenset[str]]()
+    names = list[tuple[frozenset[str], frozenset[str]]]()
 
     def find() -> None:
         live = module.state_dict()
@@ -90,7 +90,7 @@ def find_pretrained(
                 f"PEFT has computed {list_some(computed)} from the weights that those at {pretrained.path!r} replace: "
                 "begin with from_pretrained, not pretrained="
             )
-        names.append(frozenset() if match.is_hooked else loaded)
+        names.append((frozenset() if match.is_hooked else loaded, added_names(state) - loaded))
 
     try:
         with open_on_ranks(pretrained.path, ranks=ranks, storage=storage) as (source, _):
@@ -104,16 +104,23 @@ def find_pretrained(
 
 
 def load_pretrained(
-    pretrained: Pretrained, module: nn.Module, whole: WholeNames, *, ranks: Ranks, storage: Storage
+    pretrained: Pretrained,
+    module: nn.Module,
+    whole: WholeNames,
+    adapters: frozenset[str],
+    *,
+    ranks: Ranks,
+    storage: Storage,
 ) -> None:
-    """Read this rank's slices of the weights into a module that is sharded.
+    """Read this rank's slices of the weights into a module that is sharded; ``adapters`` keep their first values.
 
     Collective: every rank of ``ranks`` must call it.
 
     Raises:
         MismatchError: with ``strict``, listing all differences.
     """
-    path, live = pretrained.path, module.state_dict()
+    path = pretrained.path
+    live = {name: value for name, value in module.state_dict().items() if clean_fqn(name) not in adapters}
     targets = LoadTargets.of_module(module, live, whole)
     targets = replace(
         targets,
