@@ -218,12 +218,13 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor.to("cpu", non_blocking=True), None
+        self._host, self._event = tensor, None
         if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
         """Return the copy in host memory; waits if it is not complete yet."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._host
