@@ -55,7 +55,7 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
 
 def refuse_compound(tensor: torch.Tensor, name: str) -> None:
     """Refuse a tensor without dense memory of its own: sparse, nested, or a wrapper subclass such as torchao's."""
-    local = local_part(tensor)
+    local = tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else local_part(tensor)
     kind = type(local)
     if hasattr(kind, "__tensor_flatten__"):
         raise StateError(
