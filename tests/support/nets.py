@@ -117,7 +117,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "lora": lambda: lora(modules_to_save=["lm_head", "norm"]),
     "lora embedding": lambda: lora(
-        llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.0
+        llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.2
     ),
     "dora": lambda: lora(use_dora=True),
 }

@@ -37,7 +37,7 @@ def expected() -> dict[Case, Any]:
 
 WAYS: dict[str, tuple[dict[str, Any], Case]] = {
     "fsdp2": ({}, DORA), "tp2": (TP, LORA), "pp2": (PP, LORA),
-    "tp2, of tied embeddings": (TP, TIED),
+    "tp2, with dropout": (TP, TIED),  # of what it would drop on one process
 }
 
 

@@ -23,6 +23,7 @@ from lightning_shardckpt.compat.torch_modules import (
     child_slots,
     compiled_from,
     is_compiled,
+    mix_in,
     parameter_slots,
     result_hooks,
 )
@@ -282,6 +283,10 @@ def _styles_inside_adapters(
             sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
             names = ["base_layer", *(f"{sharded}.{name}" for name, _ in parts[sharded].named_children())]
             inside |= {f"{fqn}.{name}": style for name in names}
+            if takes_parts(style):
+                dropouts = parts["lora_dropout"].named_children()
+                names = [name for name, dropout in dropouts if isinstance(dropout, nn.Dropout)]
+                inside |= {f"{fqn}.lora_dropout.{name}": _SharedDropout() for name in names}
     if unfit:
         raise TopologyError(
             f"tensor_parallel_plan cannot shard {len(unfit)} modules with adapters: {list_some(unfit, 5)}. It shards "
@@ -296,3 +301,25 @@ def _fits(base_layer: nn.Module, style: Any) -> bool:
     is_column, is_row = isinstance(style, ColwiseParallel), isinstance(style, RowwiseParallel)
     layouts = style.input_layouts if is_column else style.output_layouts if is_row else [None]
     return isinstance(base_layer, nn.Linear | nn.Embedding) and layouts[0] == Replicate()
+
+
+class _SharedDropout(ParallelStyle):
+    """A style for a dropout whose input is this rank's columns: it drops what a dropout of all columns would drop.
+
+    Without it, all ranks would drop the same places of their columns.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__dict__["_shardckpt_columns"] = device_mesh.size(), device_mesh.get_local_rank()
+        mix_in(module, _DropoutOfColumns)
+        return module
+
+
+class _DropoutOfColumns(nn.Module):
+    """A mixin for dropout modules: draws for the columns of all ranks, and uses this rank's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        module: Any = self
+        (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
+        noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
+        return x * noise.narrow(-1, rank * width, width)
