@@ -35,7 +35,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     gradient_hooks,
     without_torch_function,
 )
-from lightning_shardckpt.distributed.host_numbers import on_device, reduce_tensor
+from lightning_shardckpt.distributed.host_numbers import gather_numbers, on_device, reduce_tensor
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
@@ -118,11 +118,12 @@ def _reduce_together(
     reduction: Reduction,
     is_changed: Callable[[nn.Parameter], bool],
     device: torch.device,
+    *,
+    asks_host: bool = False,
 ) -> None:
     """Reduce the gradients of trained parameters on ``device``, many in one buffer.
 
-    A gradient that no rank has changed stays as it is, even if None; one that only other ranks have is created. A host
-    waits for its device if it does not contribute to all.
+    A gradient that no rank has changed stays as it is, even if None; one that only other ranks have is created.
 
     Collective: every rank of the group must call it, with the same parameters in the same order.
 
@@ -131,6 +132,8 @@ def _reduce_together(
         reduction: of the gradients.
         is_changed: whether this rank contributes to the gradient of a parameter.
         device: of the collectives.
+        asks_host: exchange over gloo which ranks contribute, where ranks usually differ in that: by default a host
+            that does not contribute to all waits for its device.
     """
     for alike in _buffers(parameter for parameter in parameters if parameter.requires_grad):
         marks = [float(is_changed(parameter)) for parameter in alike]
@@ -140,6 +143,8 @@ def _reduce_together(
             ]
             flat = torch.cat([*pieces, on_device(marks, alike[0].dtype, alike[0].device)]).to(device)
         *sums, anywhere = torch.split(reduction.total(flat), [*map(len, pieces), len(marks)])
+        if asks_host:
+            anywhere = gather_numbers(torch.tensor(marks), reduction.group).sum(0)
         exist = marks if all(marks) else (anywhere != 0).tolist()
         for parameter, exists, total in zip(alike, exist, sums, strict=True):
             if type(parameter.grad) is _LocalGradient:
@@ -369,7 +374,7 @@ class GradientSync:
             together[group].append(parameter)
         for group, parameters in together.items():
             reduction = Reduction(group, 1, self._dtype)
-            _reduce_together(parameters, reduction, lambda p: p.grad is not None, self._device)
+            _reduce_together(parameters, reduction, lambda p: p.grad is not None, self._device, asks_host=True)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
