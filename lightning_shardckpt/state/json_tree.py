@@ -146,7 +146,7 @@ def _time(kind: Any) -> _Tag:
 
 
 _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetime a date
-    "enum": _Tag(enum.Enum, _member, lambda v: v, {"type": _type_name}),
+    "enum": _Tag(enum.Enum, _member, lambda v, kind: v, {"type": _type_name}),
     "odict": _Tag(OrderedDict, dict.items, lambda v: OrderedDict(_pairs(v))),
     "counter": _Tag(Counter, dict.items, lambda v: Counter(_pairs(v))),
     "map": _Tag(dict, dict.items, _pairs),

@@ -112,7 +112,7 @@ def errors_and_reductions() -> None:
     whole = fabric.setup_module(AnswersWhole(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
     with pytest.raises(UnsupportedCodeError, match=r"fabric.backward\(loss\)"):
         whole(torch.ones(1, 2)).value.sum().backward()
-    with pytest.raises(TypeError, match="pass plugins="):
+    with pytest.raises(TypeError, match="Pass plugins="):
         fabric.strategy.checkpoint_io = TorchCheckpointIO()
 
 

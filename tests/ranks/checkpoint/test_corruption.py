@@ -142,7 +142,7 @@ def test_a_missing_file_is_named_even_quickly(copy: Path) -> None:
         content = (copy / name).read_bytes()
         (copy / name).unlink()
         if name == ROOT:
-            with pytest.raises(CheckpointNotFoundError, match="unfinished save"):
+            with pytest.raises(CheckpointNotFoundError, match="is not a complete checkpoint"):
                 verify(copy)
             assert isinstance(refusal(copy), CheckpointNotFoundError)
         else:
