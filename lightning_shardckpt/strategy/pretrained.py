@@ -138,6 +138,7 @@ def load_pretrained(
     phase = f"loading pretrained weights from {path!r} into {type(module).__name__}"
     notes: list[str] = ranks.step(phase, finish, lambda every: list(dict.fromkeys(chain(*every))))
     if notes:
-        result.notes.append(f"pretrained weights at {path!r} and this model differ:\n  " + list_some(notes, between="\n  "))
+        listed = list_some(notes, between="\n  ")
+        result.notes.append(f"pretrained weights at {path!r} and this model differ:\n  {listed}")
     for note in result.notes if ranks.rank == 0 else ():
         warnings.warn(note, stacklevel=4)
