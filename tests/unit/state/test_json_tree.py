@@ -7,6 +7,7 @@ import base64
 import collections
 import dataclasses
 import datetime
+import enum
 import json
 import math
 import pathlib
@@ -90,6 +91,7 @@ class Moment(datetime.datetime):
 
 
 Point = collections.namedtuple("Point", "x y")
+Mode = enum.StrEnum("Mode", "fast slow")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ Point = collections.namedtuple("Point", "x y")
     [
         (Name("x"), "x"),
         (Point(1, (2,)), (1, (2,))),
+        (Mode.fast, "fast"),
         (torch.Size([1, 2]), (1, 2)),
         (collections.defaultdict(list, a=[1]), {"a": [1]}),
         (numpy.float64(0.5), 0.5),
