@@ -221,10 +221,11 @@ class Part:
     box: Box
     at: Shape
 
-    @property
-    def local(self) -> Box:
-        """The box in the coordinates of the local tensor."""
-        return self.box.within(self.box).shift(self.at)
+    local: Box = field(init=False, repr=False, compare=False)
+    """The box in the coordinates of the local tensor."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "local", self.box.within(self.box).shift(self.at))
 
 
 _Segment = tuple[int, int]
