@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from safetensors.torch import load_file
 
 from lightning_shardckpt import ShardCkptIO, cli, load_keys, metadata
+from lightning_shardckpt.tools.diff import diff
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.pages import blocks, pages
@@ -91,6 +93,30 @@ def test_benchmarks_compare_every_way_and_leave_nothing_behind(tmp_path: Path, p
 
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
+JOB = str(os.getpid())  # Lightning makes the port of it
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+assert sys.argv[1] == "--kill-on-bad-exit=0"
+
+def started(rank):
+    env = os.environ | {{"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"}}
+    return subprocess.Popen(sys.argv[2:], env=env)
+
+tasks = [started(rank) for rank in "01"]
+limit = os.environ.get("TIME_IS_UP") == "after the first checkpoint"
+while any(task.poll() is None for task in tasks):
+    time.sleep(0.05)
+    if limit and [*Path("checkpoints/slurm").glob("epoch*/checkpoint.index.json")]:
+        limit = False
+        for task in tasks:
+            task.send_signal(signal.SIGTERM)
+sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))
+"""
+SCONTROL = '#!/bin/bash\necho "$@" >> scontrol.log\n'
+SMALL = [f"--trainer.{option}" for option in ("accelerator=cpu", "devices=1", "max_epochs=3", "limit_train_batches=40")]
+SMALL += [f"--trainer.strategy.init_args.{axis}=1" for axis in ("data_parallel_shard_size", "tensor_parallel_size")]
 
 
 def test_slurm_starts_a_process_for_each_device_of_the_config() -> None:
@@ -99,6 +125,41 @@ def test_slurm_starts_a_process_for_each_device_of_the_config() -> None:
     assert (options["--nodes"], options["--ntasks-per-node"]) == (str(trainer["num_nodes"]), str(trainer["devices"]))
     sizes = [size for name, size in trainer["strategy"]["init_args"].items() if name.endswith("_size")]
     assert math.prod(sizes) == trainer["num_nodes"] * trainer["devices"]
+
+
+def submitted(folder: Path, time_is_up: str = "never") -> tuple[int, list[str], str]:
+    """Run the script as a job in ``folder``; returns its exit status, calls of scontrol, and what it printed."""
+    here = folder / "bin"
+    if not here.exists():
+        here.mkdir(parents=True)
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+            (here / name).write_text(text)
+            (here / name).chmod(0o755)
+        for name in ("examples", "configs"):
+            (folder / name).symlink_to(ROOT / name)
+    path = os.pathsep.join([str(here), str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TIME_IS_UP": time_is_up}
+    env |= {"SLURM_JOB_ID": JOB, "SLURM_JOB_NAME": "shardckpt", "SLURM_SUBMIT_DIR": str(folder)}
+    env |= {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "127.0.0.1"}
+    done = subprocess.run(["bash", SCRIPT, *SMALL], env=env, capture_output=True, text=True, timeout=300)
+    log = folder / "scontrol.log"
+    return done.returncode, log.read_text().splitlines() if log.exists() else [], done.stdout + done.stderr
+
+
+@pytest.mark.sweep
+def test_a_job_whose_time_is_up_is_requeued_and_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    status, asked, printed = submitted(cut, time_is_up="after the first checkpoint")
+    assert (status, asked) == (0, [f"requeue {JOB}"]), printed
+    stopped = metadata(cut / "checkpoints/slurm/on_exception.ckpt").step
+    assert stopped is not None and 40 <= stopped < 120, printed
+    status, asked, printed = submitted(cut)
+    assert (status, asked) == (0, [f"requeue {JOB}"]), printed  # done, and not requeued again
+    status, asked, printed = submitted(whole)
+    assert (status, asked) == (0, []), printed
+    ended, expected = (next((folder / "checkpoints/slurm").iterdir()) for folder in (cut, whole))
+    assert ended.name == expected.name and metadata(ended).step == 120
+    assert [one for one in diff(ended, expected)["tensors"] if one["component"] != "trainer"] == []
 
 
 # ── ladder ───────────────────────────────────────────────────────────────────────────────────────────────────────────
