@@ -198,7 +198,7 @@ class NestedLoad:
             move = partial(_move_prefix, prefixes=moved)
             source, more = map_names(source, KeyMapping.of(mapping), prefix=self._prefix, move=move, optimizers=used)
             problems += more
-        if prefixes and source.has_weights_only():
+        if prefixes and source.has_weights_only:
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}
             source, more = fit_names(source, objects.root, names)
             problems += more

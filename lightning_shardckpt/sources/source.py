@@ -83,7 +83,8 @@ class Source:
         verify: whether reads compare checksums.
         root: the root index of a checkpoint of this package.
         all_modules: returns the source with all modules, if this one has one of several.
-        is_bare: whether it was opened with weights alone, not by Lightning or this package.
+        has_weights_only: whether these are weights alone of another program, whose names may differ from the model's.
+            Checkpoints of Lightning and of this package have the model's, and so have those with optimizer state.
     """
 
     path: str
@@ -95,7 +96,7 @@ class Source:
     verify: bool = False
     root: RootIndex | None = None
     all_modules: Callable[[], Source] | None = None
-    is_bare: bool = False
+    has_weights_only: bool = False
 
     @cached_property
     def _components(self) -> dict[str, Component]:
@@ -125,13 +126,6 @@ class Source:
     ) -> list[Request]:
         """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
         return self.table[component][key].requests(parts, shape, memory)
-
-    def has_weights_only(self) -> bool:
-        """Return whether this has only weights from another program, whose names may differ from the model's.
-
-        Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
-        """
-        return self.is_bare
 
     def with_names(
         self, table: Tables, aliases: Mapping[str, Mapping[str, str]], documents: Mapping[str, Any]
@@ -316,7 +310,7 @@ def foreign_source(
         documents=lambda role, rank: found.get(role),
         trainer=lambda stored: dict(others),
         all_modules=all_modules,
-        is_bare="model" in tensors and found.get("optimizer") is None and VERSION not in others,
+        has_weights_only="model" in tensors and found.get("optimizer") is None and VERSION not in others,
     )
 
 

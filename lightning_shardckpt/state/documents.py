@@ -219,9 +219,7 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:
 
 
 def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
-    if role in ("frozen", "versions", "peft", "huggingface"):
-        yield role, document
-    elif role == "model":
+    if role == "model":
         yield from document.items()
     elif role != "optimizer":
         yield from _leaves(document, role if role == "trainer" else f"rank/{rank}")

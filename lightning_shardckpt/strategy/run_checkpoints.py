@@ -224,7 +224,7 @@ class RunCheckpoints:
 
         def fit_source(source: Source) -> tuple[Source, list[str]]:
             source, problems = map_names(source, io.key_mapping)
-            if source.has_weights_only():
+            if source.has_weights_only:
                 source, more = fit_names(source, module, names)
                 problems += more
             return source, problems
