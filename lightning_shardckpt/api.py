@@ -21,7 +21,6 @@ import torch.distributed as dist
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.describe import SaveGroup, describe_state, run_info
-from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -225,7 +224,7 @@ def load(
         return states_of_checkpoint(full)
     group, path = _group_of(process_group), file_path(path)
     nested = NestedLoad(state, prefix=prefix, key_mapping=key_mapping)
-    options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
+    options = checkpoint.LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
     _warn(group, result.notes)
     return remainder

@@ -20,9 +20,8 @@ from torch import nn
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint import is_torch_file, load_full, save, save_async
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, is_torch_file, load_full, save, save_async
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
-from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError

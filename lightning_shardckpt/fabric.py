@@ -306,7 +306,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return {"path": file_path(path), "order": objects.keys}
 
         first: dict[str, Any] = self._ranks.step("describing what to save", look, itemgetter(0))
-        objects = NestedObjects.of(state).in_order(first["order"])
+        objects = NestedObjects.of(state, first["order"])
         whole = self._sharded.whole_names(objects)
         if not self._is_alone:
             compare_ranks((one.root for one in self._sharded), self._ranks, self.meshes, parameters=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ import torch
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, RankComparison, decide, start_load
-from lightning_shardckpt.checkpoint.match import LoadTargets
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets, RankComparison, Sources, start_load
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
 from lightning_shardckpt.compat.torch_tensors import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CorruptionError, ShardCkptError
+from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError
 from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
@@ -40,9 +39,26 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.host import gc_paused
+from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.system.threads import signals_deferred
 
+_LISTED = 20
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options of reading a checkpoint.
+
+    Attributes:
+        strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
+        verify: compare checksums.
+        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
+    """
+
+    strict: bool = True
+    verify: bool = True
+    weights_only: bool = True
 
 
 def leave_unmarked(is_full: bool) -> AbstractContextManager[None]:
@@ -259,8 +275,9 @@ def _load(
             return jobs[0].comparison
 
         phase, remedies = f"comparing {name} with the model", list[str]()
-        decision = ranks.step(phase, compare, lambda reports: decide(source.path, remedies[0], options.strict, reports))
-        (job,), notes = jobs, decision["notes"]
+        merge = partial(_decide, source.path, remedies, options.strict)
+        decision: RankComparison = ranks.step(phase, compare, merge)
+        (job,), notes = jobs, decision["differences"]
         with filling(decision["is_full"]):
             try:
                 ranks.step(f"reading {name}", lambda: notes.extend(job.fill(decision["sources"])), _nothing)
@@ -269,6 +286,30 @@ def _load(
                     raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
                 raise
         return LoadResult(job.trainer, job.extra_state, notes, job.hooked)
+
+
+def _decide(path: str, remedies: list[str], strict: bool, reports: Sequence[RankComparison]) -> RankComparison:
+    """Merge the comparisons of all ranks. Runs on rank 0.
+
+    Raises:
+        MismatchError: listing each difference once, if ``strict``.
+    """
+    problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
+    notes = list[str]()
+    if problems:
+        counted, listed = count_text(len(problems), "difference"), list_some(problems, _LISTED, "\n  ")
+        if strict:
+            raise MismatchError(
+                f"cannot load {path!r} into this model: {counted}\n  {listed}\n"
+                f"{remedies[0]} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
+            )
+        notes.append(f"left as they are: {counted} between {path!r} and this model\n  {listed}")
+    sources: Sources = {}
+    for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
+        known = sources.get(group)
+        sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
+    is_full = not problems and all(report["is_full"] for report in reports)
+    return {"differences": notes, "sources": sources, "is_full": is_full}
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:

@@ -101,7 +101,7 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
         StateError: listing state that can't be stored; for objects whose load failed.
         TypeError: if the state is not a dict with strings as keys.
     """
-    objects = NestedObjects.of(state).in_order(order)
+    objects = NestedObjects.of(state, order)
     check_loaded([*objects.modules.values(), *objects.optimizers.values()])
     names = objects.parameter_names(prefix=prefix)
     module = objects.root if objects.modules else None

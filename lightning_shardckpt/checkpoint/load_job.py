@@ -1,65 +1,311 @@
-"""One load on one rank: match stored state with live objects, plan the reads, and apply the state."""
+"""One load on one rank: match stored state with live objects, plan the reads, and apply the rest.
+
+The match table has the stored tensor for each live tensor of the model, or the reason for none. It is made for every
+load, from the live objects and a source under their names (see ``sources.model_names``); ties and load hooks are
+filters over it. No live object changes before ``LoadJob.fill``.
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.match import LoadTargets, Match, allocate_for_hooks, match_targets
-from lightning_shardckpt.compat.dtensor import shape_of
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
-from lightning_shardckpt.state.dtensor_layout import is_expanded, local_tensor, new_like
+from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_hooks import HookedState
+from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
+from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of, parameter_names
 from lightning_shardckpt.state.optimizer import OptimizerLoad
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
-from lightning_shardckpt.system.text import count_text, list_some
+from lightning_shardckpt.system.host import gc_paused
+from lightning_shardckpt.system.text import list_some
 
 _LISTED = 20
 _EMPTY = Component({})
+_IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
 
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Options of reading a checkpoint.
-
-    Attributes:
-        strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
-        verify: compare checksums.
-        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
-    """
-
-    strict: bool = True
-    verify: bool = True
-    weights_only: bool = True
+Sources = dict[str, list[int] | None]
+"""The stored param groups that each live group ``<optimizer>/<group>`` continues; None if it has no parameters."""
 
 
 class RankComparison(TypedDict):
-    """The comparison of stored and live state on one rank, as JSON for a step of ranks."""
+    """The comparison of stored and live state on one rank, as JSON for a step of ranks; merged, that of all ranks."""
 
     differences: list[str]
-    sources: dict[str, list[int] | None]
-    """The stored param groups that each live group ``<optimizer>/<group>`` continues; None without parameters here."""
+    """Sentences for the user in the merged one."""
+    sources: Sources
     is_full: bool
-    """Whether every live tensor gets a value, as far as there are no differences."""
+    """Whether every live tensor gets a value; on one rank, as far as there are no differences."""
 
 
-class LoadDecision(TypedDict):
-    """Rank 0's decision from the comparisons of all ranks."""
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """The objects to load into.
 
-    notes: list[str]
+    Attributes:
+        model: the model's tensors, by name.
+        extra_state: canonical names of the model's non-tensor values.
+        optimizers: the optimizers to fill; None loads weights only.
+        names: FQN by ``id`` of the parameter.
+        whole: names of the model over all pipeline stages.
+        fit_source: converts a source to the names of the model; returns it with a line for each problem. May change the
+            param groups of the optimizers.
+        trainer_tensors: the user's tensors to fill, by key of trainer state.
+        like: tensors with the layout for trainer state that is allocated, by its key.
+        remedy: the way to load in spite of differences, for messages.
+        has_model: False loads the optimizers alone.
+        has_trainer: False leaves out the trainer's state.
+        hooks: the load hooks of the model's modules.
+    """
+
+    model: Leaves
+    extra_state: frozenset[str]
+    optimizers: Sequence[Optimizer] | None
+    names: Mapping[int, str]
+    whole: WholeNames
+    fit_source: Callable[[Source], tuple[Source, list[str]]] = lambda source: (source, [])
+    trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    like: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    remedy: str = "Set strict_loading=False on the LightningModule"
+    has_model: bool = True
+    has_trainer: bool = True
+    hooks: LoadHooks = NO_HOOKS
+
+    @classmethod
+    @gc_paused()
+    def of_module(
+        cls,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        whole: WholeNames,
+        optimizers: Sequence[Optimizer] | None = None,
+        *,
+        modules: Mapping[str, nn.Module] | None = None,
+        is_changed: bool = False,
+    ) -> LoadTargets:
+        """Return the targets for a module's state dict, and the state of optimizers.
+
+        Args:
+            module: of the state dict.
+            state_dict: with the tensors that are filled in place.
+            whole: the names of all pipeline stages.
+            optimizers: of the module's parameters; None to load only weights.
+            modules: of which ``module`` is made, by the prefix of their names; by default itself.
+            is_changed: True if other code will change the entries before the module takes them.
+        """
+        leaves, values = model_leaves(state_dict, module, whole)
+        names = parameter_names(module, whole) if optimizers is not None else {}
+        hooks = LoadHooks.of({"": module} if modules is None else modules, state_dict, of_all=is_changed)
+        return cls(leaves, frozenset(values), optimizers, names, whole, hooks=hooks)
+
+
+# ── match table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, eq=False)
+class MatchRow:
+    """A live tensor of the model. Its differences from the stored tensor are in ``problems``.
+
+    Attributes:
+        key: its name.
+        names: all its names: of ties, on other pipeline stages, and before PEFT wrapped the model.
+        tensor: the live tensor.
+        stored: key of the stored tensor that it is loaded from, or None.
+        problems: the differences between the two.
+        is_left_out: True if the save left it out.
+        is_apart: True if it is tied in the model and stored with several values; the first is used.
+        is_reshaped: True if it is stored in another shape.
+    """
+
+    key: str
+    names: list[str]
+    tensor: torch.Tensor
+    stored: str | None = None
+    problems: tuple[str, ...] = ()
+    is_left_out: bool = False
+    is_apart: bool = False
+    is_reshaped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The match of a model with stored state.
+
+    Attributes:
+        rows: of the tensors.
+        stored: the stored model.
+        ties: the names of each tied tensor, over all pipeline stages.
+        elsewhere: the names of entries that only other pipeline stages have.
+        unexpected: names that only the checkpoint has.
+        missing_values: names of entries other than tensors that only the model has.
+        is_full: True if every live tensor gets a value, unless there are problems: none was left out by the save.
+        is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
+    """
+
+    rows: Sequence[MatchRow]
+    stored: Component
+    ties: Sequence[Sequence[str]]
+    elsewhere: frozenset[str]
+    unexpected: Sequence[str]
+    missing_values: Sequence[str]
     is_full: bool
-    """Whether every live tensor of all ranks gets a value."""
-    sources: dict[str, list[int] | None]
+    is_hooked: bool = False
+
+    @property
+    def problems(self) -> list[str]:
+        """The differences, a line each."""
+        lines = [f"{row.key}  {problem}" for row in self.rows for problem in row.problems]
+        lines += [f"{name}  {_IN_CHECKPOINT}" for name in self.unexpected]
+        return lines + [f"{name}  {_IN_MODEL}" for name in self.missing_values]
+
+    def same_tensor(self) -> Callable[[str], Sequence[str]]:
+        """Return a function that maps the name of a live parameter to all names of its tensor, its own first.
+
+        The state of a parameter is found by any of these names, live or stored, so it does not matter under which name
+        of a tie the model registers it or the checkpoint stores it.
+        """
+        groups = (*self.ties, *(row.names for row in self.rows))  # no rows if only optimizers are loaded
+        live = {name: group for group in groups if len(group) > 1 for name in group}
+        stored: dict[str, list[str]] = {}
+        for alias, key in self.stored.aliases.items():
+            stored.setdefault(key, [key]).append(alias)
+        stored |= {alias: stored[key] for alias, key in self.stored.aliases.items()}
+
+        def names_of_tensor(name: str) -> Sequence[str]:
+            own = (name, *live.get(name, ()))
+            return list(dict.fromkeys([*own, *(other for alias in own for other in stored.get(alias, ()))]))
+
+        return names_of_tensor
+
+
+def match_targets(source: Source, targets: LoadTargets) -> Match:
+    """Match the tensors of the model with stored ones.
+
+    Args:
+        source: the stored state, under the names of the model.
+        targets: the live objects.
+    """
+    model, left_out = targets.model, source.document("frozen") or {}
+    stored, values = source.components().get("model", _EMPTY), {*(source.document("model") or {})}
+    known, names = stored.names, names_of(model, targets.whole.ties)
+    elsewhere = targets.whole.elsewhere({*model.tensors, *model.aliases, *targets.extra_state})
+    rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in model.tensors.items()]
+    own = {name for group in names.values() for name in group}
+    unexpected = (known.keys() | left_out.keys()) - own | values - targets.extra_state
+    unexpected = unexpected.difference(elsewhere, map(base_fqn, elsewhere)) if unexpected else set()
+    missing = sorted(targets.extra_state - values)
+    match = Match(rows, stored, targets.whole.ties, elsewhere, sorted(unexpected), missing, is_full=not left_out)
+    differing = (*(name for row in rows if row.problems for name in row.names), *unexpected, *missing)
+    if not targets.hooks.act_on(differing):
+        return replace(match, is_hooked=targets.hooks.of_all)
+    for row in rows:  # hooks may remove the differences
+        row.problems = row.problems if row.is_apart else ()
+    return replace(match, unexpected=[], missing_values=[], is_hooked=True)
+
+
+def _row(
+    source: Source,
+    key: str,
+    names: list[str],
+    tensor: torch.Tensor,
+    known: Mapping[str, str],
+    left_out: Mapping[str, Any],
+) -> MatchRow:
+    """Return the row of a live tensor.
+
+    A tensor that is not stored under any of its names is matched by its name before PEFT wrapped the model.
+    """
+    row = MatchRow(key, names, tensor)
+    keys = list(dict.fromkeys([known[name] for name in names if name in known]))
+    if not keys and (absent := next((left_out[name] for name in names if name in left_out), None)) is not None:
+        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
+        row.is_left_out = True
+        if absent != live:
+            before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (absent, live))
+            row.problems = (f"{before} when the checkpoint left it out, {now} in model",)
+        return row
+    if not keys:
+        names.extend([name for name in map(base_fqn, names) if name in known])
+        keys = [known[name] for name in names if name in known][:1]
+    if not keys:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        row.problems = (f"{_IN_MODEL}; the checkpoint has {near[0]!r}" if near else _IN_MODEL,)
+        return row
+    spec, dtype = source.table["model"][keys[0]].spec, local_tensor(tensor).dtype
+    if spec.shape != shape_of(tensor):
+        row.is_reshaped = True
+        row.problems = (f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model",)
+        return row
+    if len(keys) > 1 and not are_equal(source, "model", keys, tensor):
+        row.problems = (f"tied to {names[1:]} in the model, stored apart in the checkpoint",)
+        row.is_apart = True
+    if converts(spec.dtype, DTYPES.get(dtype)):
+        row.stored = keys[0]
+    else:
+        row.problems += (f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model",)
+    return row
+
+
+def _allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tuple[HookedState, list[ReadTarget]]:
+    """Allocate memory for the entries that the model's own code loads, sharded like live tensors of their shape.
+
+    Entries without a live tensor of their shape are whole on every rank, or on the meta device if only other pipeline
+    stages have them. Entries whose differences were reported are left out.
+
+    Returns:
+        The entries, and the tensors to fill.
+    """
+    specs, known, hidden = match.stored.tensors, match.stored.names, {*match.unexpected}
+    rows = {name: row for row in match.rows for name in row.names}
+    own = {*targets.model.tensors, *targets.model.aliases, *targets.whole.state}  # not names before PEFT
+    entries, read, reported = _decoded(source, "model") or {}, dict[str, torch.Tensor](), {*match.missing_values}
+    entries = {name: value for name, value in entries.items() if name not in hidden}
+    for name in sorted(known.keys() - hidden, key=lambda name: (name not in rows, name)):
+        key, row = known[name], rows.get(name)
+        if row is not None and row.problems and not row.is_apart:
+            continue
+        if key not in read:
+            dtype, shape = TORCH_DTYPES[specs[key].dtype], specs[key].shape
+            if row is not None and shape == tuple(shape_of(row.tensor)):
+                read[key] = new_like(row.tensor, dtype)
+            elif name in match.elsewhere:
+                read[key] = torch.empty(shape, dtype=dtype, device="meta")
+            else:
+                read[key] = torch.empty(source.checked_shape("model", key), dtype=dtype)
+        for each in [each for each in row.names if each in own] if row is not None else [name]:
+            entries.setdefault(each, read[key])
+    for row in match.rows:
+        if row.problems and not row.is_apart:
+            reported.update(row.names)
+        elif row.is_left_out:
+            entries |= dict.fromkeys((name for name in row.names if name in own), row.tensor)
+    hooked = HookedState(entries, frozenset(reported), _decoded(source, "versions"))
+    return hooked, [ReadTarget("model", key, tensor) for key, tensor in read.items() if not tensor.is_meta]
+
+
+def _decoded(source: Source, role: str) -> dict[str, Any] | None:
+    """Return the decoded values of a document by name; None if there is none."""
+    document = source.document(role)
+    return None if document is None else {name: decode_small(value) for name, value in document.items()}
+
+
+# ── one load ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,38 +328,14 @@ class LoadJob:
     extra_state: dict[str, Any] = field(default_factory=dict)
     hooked: HookedState | None = None
 
-    def fill(self, sources: Mapping[str, list[int] | None]) -> list[str]:
+    def fill(self, sources: Sources) -> list[str]:
         """Fill the tensors, and put optimizer state in place; return sentences for the user. Runs on every rank.
 
         Args:
-            sources: of ``decide``.
+            sources: the results of ``sources`` of the optimizers, merged over ranks.
         """
         self.read()
         return [note for optimizer in self.optimizers for note in optimizer.apply(sources)]
-
-
-def decide(path: str, remedy: str, strict: bool, reports: Sequence[RankComparison]) -> LoadDecision:
-    """Merge the comparisons of all ranks. Runs on rank 0.
-
-    Raises:
-        MismatchError: listing each difference once, if ``strict``.
-    """
-    problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
-    notes = list[str]()
-    if problems:
-        counted, listed = count_text(len(problems), "difference"), list_some(problems, _LISTED, "\n  ")
-        if strict:
-            raise MismatchError(
-                f"cannot load {path!r} into this model: {counted}\n  {listed}\n"
-                f"{remedy} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
-            )
-        notes.append(f"left as they are: {counted} between {path!r} and this model\n  {listed}")
-    sources: dict[str, list[int] | None] = {}
-    for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
-        known = sources.get(group)
-        sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
-    is_full = not problems and all(report["is_full"] for report in reports)
-    return {"notes": notes, "is_full": is_full, "sources": sources}
 
 
 def start_load(
@@ -133,7 +355,7 @@ def start_load(
         MismatchError: if optimizers are loaded and the source has weights only.
         StateError: for tensors on the meta device, and for expanded tensors.
     """
-    source, differences = (source, []) if live.fit_source is None else live.fit_source(source)
+    source, differences = live.fit_source(source)
     if live.optimizers is not None and source.document("optimizer") is None:
         raise MismatchError(
             f"cannot resume training from {source.path!r}: it holds weights only, no optimizer state. "
@@ -152,47 +374,39 @@ def start_load(
     return _plan(comparison, source, live, match, optimizers, pick_rank)
 
 
-# ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _match_optimizers(source: Source, live: LoadTargets, match: Match) -> tuple[list[OptimizerLoad], list[str]]:
     """Return the optimizers to load, and a line for each difference."""
-    document, optimizers = source.document("optimizer"), live.optimizers or ()
-    same, dtypes, reshaped = match.same_tensor(), match.dtypes(), match.reshaped()
-    loads, differences = list[OptimizerLoad](), list[str]()
-    for name in sorted(reshaped) if not live.has_model else ():
-        differences.append(f"{name}  has another shape in the checkpoint, and so has its state in optimizers")
+    document, optimizers, component = source.document("optimizer"), live.optimizers or (), match.stored
+    dtypes = {row.key: component.tensors[row.stored].dtype for row in match.rows if row.stored is not None}
+    reshaped = {name for row in match.rows if row.is_reshaped for name in row.names}
+    same, loads, differences = match.same_tensor(), list[OptimizerLoad](), list[str]()
     if len(document) != len(optimizers):
         differences.append(f"optimizers  {len(document)} in checkpoint, {len(optimizers)} in model")
     for number, optimizer in enumerate(optimizers[: len(document)]):
         stored = StoredOptimizer(number, document[str(number)], source.components().get("optimizer"), decode_small)
-        if stored.numbered and (problem := stored.name(_numbered_groups(live, number))) is not None:
-            hint = "" if not live.elsewhere else ": load it without pipeline parallelism, and save it again"
+        if stored.numbered and (problem := stored.name(_numbered_groups(live, optimizer))) is not None:
+            hint = "" if not match.elsewhere else ": load it without pipeline parallelism, and save it again"
             differences.append(f"optimizer {number}  {problem}{hint}")
             continue
         load = OptimizerLoad(number, optimizer, stored, live.names, same, dtypes=dtypes, reshaped=reshaped)
         if (other := load.other_class()) is not None:
             differences.append(other)
             continue
-        differences += load.compare(live.elsewhere)
+        differences += load.compare(match.elsewhere)
         loads.append(load)
     return loads, differences
 
 
-def _numbered_groups(live: LoadTargets, number: int) -> list[list[str]]:
+def _numbered_groups(live: LoadTargets, optimizer: Optimizer) -> list[list[str]]:
     """Return the names in the param groups of an optimizer, in the order in which torch numbers its parameters.
 
     In a pipeline, whose stages have a part of each group, only a single group of all parameters is known.
     """
-    assert live.optimizers is not None
-    groups = [[live.names[id(p)] for p in group["params"]] for group in live.optimizers[number].param_groups]
+    groups = [[live.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     order = live.whole.parameters
     if not order or len(groups) > 1 or groups[0] != [name for name in order if name in groups[0]]:
         return groups
     return [[*order]]
-
-
-# ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _plan(
@@ -204,57 +418,40 @@ def _plan(
     pick_rank: Callable[[Any], int],
 ) -> LoadJob:
     """Allocate missing tensors, read non-tensor state, and plan the reads."""
-    _check_sizes(source, live, optimizers)
-    keys = match.keys if live.has_model else {}
-    tensors = [ReadTarget("model", key, live.model.tensors[name]) for name, key in keys.items()]
-    hooked, filled, new = None, tensors, list[ReadTarget]()
-    if match.is_hooked:
-        filled, (hooked, new) = [], allocate_for_hooks(match, source, live)
-    owners, allocated = Counter(map(_memory, _live_tensors(live, optimizers))), list[ReadTarget]()
+    rows = match.rows if live.has_model else ()
+    tensors = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
+    hooked, new, allocated = None, list[ReadTarget](), list[ReadTarget]()
+    if match.is_hooked and live.has_model:
+        hooked, new = _allocate_for_hooks(match, source, live)
+    filled = [] if hooked is not None else [*tensors]
+    # tensors that optimizer state could share memory with
+    shared = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
+    owners = Counter(map(_memory, (*shared, *(tensor for one in optimizers for tensor in one.live_tensors()))))
     for optimizer in optimizers:
-        in_place, beside = optimizer.tensors(lambda tensor: owners[_memory(tensor)] == 1)
-        filled = filled + [ReadTarget("optimizer", key, tensor) for key, tensor in in_place]
+        check = partial(source.checked_shape, "optimizer")
+        in_place, beside = optimizer.tensors(lambda tensor: owners[_memory(tensor)] == 1, check)
+        filled += [ReadTarget("optimizer", key, tensor) for key, tensor in in_place]
         allocated += [ReadTarget("optimizer", key, tensor) for key, tensor in beside]
-    extra_state = dict[str, Any]()
-    if live.has_model:
-        document = source.document("model") or {}
-        extra_state = {name: decode_small(value) for name, value in document.items() if name in live.extra_state}
-    trainer, of_trainer = _read_trainer(source, live, pick_rank)
+    values = source.document("model") or {} if live.has_model else {}
+    extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
+    trainer, of_trainer = _read_trainer(source, live, match.elsewhere, pick_rank)
     requested = live.trainer_tensors  # some may be in JSON
     of_user = [ReadTarget("trainer", key, tensor) for key, tensor in requested.items()]
     for key, tensor in of_trainer.items() if live.has_trainer else ():
         if tensor is not requested.get(key):
             new.append(ReadTarget("trainer", key, tensor))
-    unplain = [one for one in (*tensors, *filled, *of_user, *allocated) if not _is_plain(one.local)]
-    _refuse_unfillable(source.path, unplain)
+    _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user, *allocated))
     of_user = [one for one in of_user if of_trainer.get(one.key) is one.tensor]
     read = plan_reads(source, [*filled, *of_user, *allocated, *new])
     return LoadJob(comparison, read, optimizers, trainer, extra_state, hooked)
 
 
-def _check_sizes(source: Source, live: LoadTargets, optimizers: Sequence[OptimizerLoad]) -> None:
-    """Check that the stored bytes of optimizer state with shapes of its own exist, before memory is allocated."""
-    shapes = {shape_of(p) for one in live.optimizers or () for group in one.param_groups for p in group["params"]}
-    for key, spec in source.components().get("optimizer", _EMPTY).tensors.items() if optimizers else ():
-        if spec.shape not in shapes and not live.elsewhere:
-            source.checked_shape("optimizer", key)
-
-
-def _live_tensors(live: LoadTargets, optimizers: Sequence[OptimizerLoad]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that optimizer state could share memory with."""
-    if optimizers:
-        yield from live.model.tensors.values()
-        yield from live.trainer_tensors.values()
-    for optimizer in optimizers:
-        yield from optimizer.live_tensors()
-
-
 def _read_trainer(
-    source: Source, live: LoadTargets, pick_rank: Callable[[Any], int]
+    source: Source, live: LoadTargets, elsewhere: frozenset[str], pick_rank: Callable[[Any], int]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the trainer's state, and its tensors by key, which are filled later."""
     tensors: dict[str, torch.Tensor] = {}
-    model, requested, elsewhere = live.model, live.trainer_tensors, live.elsewhere
+    model, requested = live.model, live.trainer_tensors
     named = model.tensors | {alias: model.tensors[key] for alias, key in model.aliases.items()}
 
     def is_elsewhere(key: str) -> bool:  # in an entry that only other pipeline stages have
@@ -285,17 +482,15 @@ def _memory(tensor: torch.Tensor) -> int:
     return local_tensor(tensor).untyped_storage().data_ptr()
 
 
-def _is_plain(local: torch.Tensor) -> bool:
-    """Return whether a tensor has contiguous memory of its own, as nearly all have."""
-    return type(local) is torch.Tensor and not local.is_meta and local.is_contiguous()
-
-
 def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:
     """Raise a StateError for tensors that are made of others, on the meta device, or expanded."""
     names = dict[str, None]()
-    for target in targets:
-        refuse_compound(target.tensor, name := f"{target.component}/{target.key}")
-        if target.local.is_meta or is_expanded(target.local):
+    for component, key, tensor in targets:
+        local = local_tensor(tensor)
+        if type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta and local.is_contiguous():
+            continue  # a fast path: nearly all have contiguous memory of their own
+        refuse_compound(tensor, name := f"{component}/{key}")
+        if local.is_meta or is_expanded(local):
             names[name] = None
     if names:
         raise StateError(

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, LoadResult, load
 from lightning_shardckpt.checkpoint.describe import mark_partly_loaded
-from lightning_shardckpt.checkpoint.load_job import LoadOptions
-from lightning_shardckpt.checkpoint.match import LoadTargets
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
@@ -76,7 +75,7 @@ class NestedLoad:
         self._objects, self._whole = NestedObjects(), WholeNames()
         self._state_dict: dict[str, Any] = {}  # of all modules
         self._tensors: dict[Path, torch.Tensor] = {}  # of plain state
-        self._values: list[Path] = []
+        self._others: list[Path] = []  # of stateful objects and plain values
 
     @gc_paused()
     def run(
@@ -126,7 +125,7 @@ class NestedLoad:
 
         Collective: every rank must call it.
         """
-        self._objects = self._objects.in_order(views[0][1])
+        self._objects = NestedObjects.of(self._state, views[0][1])
         if len({digest for digest, _ in views}) > 1:
             own = sorted(map(clean_fqn, self._state_dict))
             joined: list[str] = ranks.step("joining names", lambda: own, lambda all_: sorted({*chain(*all_)}))
@@ -142,11 +141,9 @@ class NestedLoad:
         names = objects.parameter_names(owner, self._whole) if optimizers else {}
         if not objects.modules and owner is not None:
             self._whole = _names_of_optimizers(unwrap(owner), self._whole)
-        for path, value in objects.leaves():
-            if isinstance(value, torch.Tensor):
-                self._tensors[path] = value.detach()
-            else:
-                self._values.append(path)
+        leaves = dict(objects.leaves())
+        self._tensors = {path: value.detach() for path, value in leaves.items() if isinstance(value, torch.Tensor)}
+        self._others = [*objects.stateful, *(path for path in leaves if path not in self._tensors)]
         params = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
         named = all(id(param) in names for one in params for param in one)
         targets = LoadTargets.of_module(objects.root, self._state_dict, self._whole, modules=objects.named)
@@ -170,20 +167,25 @@ class NestedLoad:
         """
         source = source.all_modules() if source.all_modules is not None else source
         objects, trainer, document = self._objects, _blank_trainer(source), source.document("optimizer") or {}
-        keys = check_keys(trainer.pop(KEYS, None), source.path)
-        unnamed: dict[str, Any] = {"modules": self._unnamed_model(source, trainer), "optimizers": []}
-        stored = unnamed if keys is None else keys
-        prefixes = _stored_prefixes(objects.prefixes, keys, "model" in source.components(), trainer)
+        keys, has_model = check_keys(trainer.pop(KEYS, None), source.path), "model" in source.components()
+        stored = keys or {"modules": {}, "optimizers": []}
+        prefixes = _stored_prefixes(objects.prefixes, stored["modules"], keys is None and has_model, trainer)
         numbers = _stored_numbers([*objects.optimizers], stored["optimizers"][: len(document)], len(document), trainer)
         optimizers[:] = [one for path, one in objects.optimizers.items() if path in numbers]
-        present = _list_kinds(stored["modules"], stored["optimizers"], trainer) or "a model alone"
-        if (as_dicts := _with_state_dicts(source, stored, self._plain_keys())) is not source:
+        free = {str(path[0]) for path in self._tensors} - trainer.keys()
+        if keys is None and has_model and not objects.modules and len(free) == 1:
+            stored["modules"] = dict.fromkeys(free, "")  # a model without a key fills the only dict of tensors
+        present = stored["modules"], stored["optimizers"], trainer
+        # the keys of the state, and of items of its lists, that are no modules and no optimizers
+        plain = {path for path, _ in items_of(self._state, bool)} - objects.modules.keys() - objects.optimizers.keys()
+        if (as_dicts := _with_state_dicts(source, stored, {*map(key_of, plain)})) is not source:
             source, trainer = as_dicts, _blank_trainer(as_dicts)
         values, problems = self._compare_plain(trainer)
         lacking = [[key_of(path) for path in objects.modules if path not in prefixes]]
         lacking += [[key_of(path) for path in objects.optimizers if path not in numbers], values]
-        if missing := _list_kinds(*lacking):
-            problems.append(f"the checkpoint does not have {missing} of the state; it has {present}")
+        if any(lacking):
+            has = _list_kinds(*present) or "a model alone"
+            problems.append(f"the checkpoint does not have {_list_kinds(*lacking)} of the state; it has {has}")
         if numbers and not named and any(not one["numbered"] for one in document.values()):
             remedy = "load it together with its module, or build it from named_parameters()"
             problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
@@ -204,24 +206,13 @@ class NestedLoad:
             problems += more
         return source, problems
 
-    def _unnamed_model(self, source: Source, trainer: Mapping[str, Any]) -> dict[str, str]:
-        """Return the prefix, none, by the only key of the state that a model stored without a key may fill."""
-        keys = {str(path[0]) for path in self._tensors} - trainer.keys()
-        is_for_dict = "model" in source.components() and not self._objects.modules and len(keys) == 1
-        return dict.fromkeys(keys, "") if is_for_dict else {}
-
-    def _plain_keys(self) -> set[str]:
-        """Return the keys of the state, and of items of its lists, that are no modules and no optimizers."""
-        objects = {*self._objects.modules, *self._objects.optimizers}
-        return {key_of(path) for path, _ in items_of(self._state, bool) if path not in objects}
-
     def _compare_plain(self, trainer: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the keys of plain state and other objects that are not stored, and a line for each other difference.
 
         What is not stored, or differs, stays as it is.
         """
         missing, problems = list[str](), list[str]()
-        for path in (*self._tensors, *self._objects.stateful, *self._values):
+        for path in (*self._tensors, *self._others):
             live, stored = self._tensors.get(path), value_at(trainer, path, NOTHING)
             if stored is NOTHING:
                 missing.append(key_of(path))
@@ -244,8 +235,7 @@ class NestedLoad:
             value = value_at(trainer, path)
             if value is not tensor and tensor.numel():  # it was inside the JSON
                 copy_slice(tensor, value)
-        others = [*self._objects.stateful, *self._values]
-        found = {path: value for path in others if (value := value_at(trainer, path, NOTHING)) is not NOTHING}
+        found = {path: value for path in self._others if (value := value_at(trainer, path, NOTHING)) is not NOTHING}
         for path, value in found.items():
             if path in self._objects.stateful:
                 self._objects.stateful[path].load_state_dict(value)
@@ -265,19 +255,20 @@ def _names_of_optimizers(module: nn.Module, whole: WholeNames) -> WholeNames:
 
 
 def _stored_prefixes(
-    live: Mapping[Path, str], keys: dict[str, Any] | None, has_model: bool, others: Mapping[str, Any]
+    live: Mapping[Path, str], stored: Mapping[str, str], is_unnamed: bool, others: Mapping[str, Any]
 ) -> dict[Path, str]:
     """Return the prefix of the stored names of each live module that the checkpoint has.
 
-    A single module gets the single stored one, unless its key in the checkpoint is that of something else.
+    A single module gets the single stored one, unless its key in the checkpoint is that of something else. A stored
+    model without keys, ``is_unnamed``, has all modules.
     """
-    prefixes, stored = dict[Path, str](), {} if keys is None else keys["modules"]
+    prefixes = dict[Path, str]()
     for path, prefix in live.items():
         if key_of(path) in stored:
             prefixes[path] = stored[key_of(path)]
         elif len(live) == len(stored) == 1 and value_at(others, path) is None:
             prefixes[path] = next(iter(stored.values()))
-        elif keys is None and has_model:
+        elif is_unnamed:
             prefixes[path] = prefix
     return prefixes
 
@@ -322,14 +313,12 @@ def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: set[str])
     object from one that a script kept as a value, such as the best weights so far.
     """
     model, optimizer = (source.components().get(name, _EMPTY) for name in ("model", "optimizer"))
-    names, values = {name: name for name in model.tensors} | dict(model.aliases), source.document("model") or {}
-    table, document = dict(source.table.get("trainer", {})), source.document("optimizer") or {}
-    makers = dict[str, Callable[[Callable[[str], Any]], dict[str, Any]]]()  # by key, given the stored tensors by name
-
-    for place, prefix in stored["modules"].items() if keys else ():
-        inside = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
-        others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
+    values, document = source.document("model") or {}, source.document("optimizer") or {}
+    table, makers = dict(source.table.get("trainer", {})), dict[str, Callable[[Callable[[str], Any]], Any]]()
+    for place, prefix in stored["modules"].items():
         if place in keys:
+            inside = {n.removeprefix(prefix): key for n, key in model.names.items() if n.startswith(prefix)}
+            others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
             table |= {f"{place}/{name}": source.table["model"][key] for name, key in inside.items()}
             makers[place] = partial(_module_state, place, inside, others)
     for number, place in enumerate(stored["optimizers"][: len(document)]):

@@ -2,7 +2,7 @@
 
 Files of other programs may hold a part of the LightningModule, the base of a model with a head, or a model that PEFT
 has not wrapped yet: all ways of matching names are tried, and the one that uses most stored tensors is taken. Which
-tensors then match, and why others don't, is in ``checkpoint.match``.
+tensors then match, and why others don't, is in ``checkpoint.load_job``.
 
 A model of transformers may have other names and tensors than its files: the experts of a mixture are one tensor in
 memory, and one for each expert in files. transformers has a list of such conversions for each model. It renames;

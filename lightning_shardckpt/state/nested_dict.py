@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -42,8 +42,6 @@ from lightning_shardckpt.system.host import gc_paused
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
-T = TypeVar("T")
-
 Keep: TypeAlias = Callable[[str, Any], bool]
 
 
@@ -62,8 +60,13 @@ class NestedObjects:
     plain: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Any) -> NestedObjects:
+    def of(cls, state: Any, order: Sequence[str] = ()) -> NestedObjects:
         """Return the objects of a state.
+
+        Args:
+            state: the dict.
+            order: keys of objects that come first, so that ranks whose dicts have different orders visit objects that
+                communicate, and number optimizers, alike.
 
         Raises:
             TypeError: if it is not a dict with strings as keys.
@@ -73,37 +76,32 @@ class NestedObjects:
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
             given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
             raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')
-        objects = cls()
-        for path, value in items_of(state, lambda items: any(map(_is_object, items))):
-            one = unwrap(value)
+        objects, places = cls(), {key: place for place, key in enumerate(order)}
+        items = items_of(state, lambda items: any(map(_is_object, items)))
+        for path, value in sorted(items, key=lambda item: places.get(key_of(item[0]), len(places))):
+            one, key = unwrap(value), key_of(path)
             if isinstance(one, nn.Module):
                 objects.modules[path] = one
             elif isinstance(one, Optimizer):
+                refuse_zero_redundancy(one, repr(key))
                 objects.optimizers[path] = one
             elif _is_stateful(one):
                 objects.stateful[path] = one
             elif isinstance(one, DataLoader):
                 raise StateError(
-                    f"{key_of(path)!r} is a {type(one).__name__} without a state dict, so its position can't be saved: "
-                    "leave it out of the state, or use a loader with state_dict and load_state_dict, such as "
-                    "torchdata's StatefulDataLoader"
+                    f"{key!r} is a {type(one).__name__} without a state dict, so its position can't be saved: leave it "
+                    "out of the state, or use a loader with state_dict and load_state_dict, such as torchdata's "
+                    "StatefulDataLoader"
                 )
             else:
                 _refuse_objects(one, path)
                 objects.plain[path] = one
         for paths in (objects.modules, objects.optimizers):
-            if len({key_of(path) for path in paths}) < len(paths):
+            if len({*map(key_of, paths)}) < len(paths):
                 raise StateError(
                     f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys"
                 )
-        objects._refuse_opaque_sharding()
-        return objects
-
-    def _refuse_opaque_sharding(self) -> None:
-        """Refuse objects whose state is sharded without DTensors, so that its place in the whole is unknown."""
-        for path, optimizer in self.optimizers.items():
-            refuse_zero_redundancy(optimizer, repr(key_of(path)))
-        for path, module in self.modules.items() if self.optimizers else ():
+        for path, module in objects.modules.items() if objects.optimizers else ():
             if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
                 raise StateError(
                     f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of "
@@ -111,6 +109,7 @@ class NestedObjects:
                     "or ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
                     "get_state_dict; such a directory can be loaded here."
                 )
+        return objects
 
     @property
     def prefixes(self) -> dict[Path, str]:
@@ -125,30 +124,17 @@ class NestedObjects:
     @property
     def root(self) -> nn.Module:
         """A module that contains all modules, so that its parameters' names have the prefixes."""
-        if len(self.modules) == 1:
-            return next(iter(self.modules.values()))
         root = nn.Module()
-        for path, module in self.modules.items():
-            root._modules[".".join(map(str, path))] = module
+        for prefix, module in self.named.items():
+            if not prefix:
+                return module
+            root._modules[prefix[:-1]] = module
         return root
 
     @property
     def keys(self) -> list[str]:
         """The keys of all objects, in order."""
         return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful))]
-
-    def in_order(self, keys: Sequence[str]) -> NestedObjects:
-        """Return the same objects in the order of ``keys``, followed by objects not among them.
-
-        Ranks whose dicts have different orders so visit objects that communicate, and number optimizers, alike.
-        """
-        places = {key: place for place, key in enumerate(keys)}
-
-        def ordered(kind: dict[Path, T]) -> dict[Path, T]:
-            return dict(sorted(kind.items(), key=lambda item: places.get(key_of(item[0]), len(places))))
-
-        kinds = ordered(self.modules), ordered(self.optimizers), ordered(self.stateful)
-        return NestedObjects(*kinds, self.plain)
 
     @gc_paused()
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +143,7 @@ class NestedObjects:
         Raises:
             StateError: if two modules have an entry of one name.
         """
-        return join_states({prefix: live_state_dict(self.modules[path]) for path, prefix in self.prefixes.items()})
+        return join_states({prefix: live_state_dict(module) for prefix, module in self.named.items()})
 
     def parameter_names(
         self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
@@ -172,25 +158,22 @@ class NestedObjects:
             prefix: before each name.
         """
         names = parameter_names(unwrap(owner), whole) if owner is not None else {}
-        if self.modules:
-            names |= parameter_names(self.root, whole)
-        for optimizer in self.optimizers.values():
-            groups = optimizer.param_groups
+        names |= parameter_names(self.root, whole)
+        for groups in (optimizer.param_groups for optimizer in self.optimizers.values()):
             if all("param_names" in group for group in groups):
                 own = {id(p): n for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
-                if not names.keys() & own.keys():
-                    names |= own
+                names |= own if not names.keys() & own.keys() else {}
         return {number: prefix + name for number, name in names.items()}
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
         """Yield the tensors of plain state, and the largest parts without tensors, by path."""
         for path, value in self.plain.items():
-            yield from _leaves(value, path)
+            yield from _leaves(value, path, (dict, list), torch.Tensor)
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for loads."""
-        trees = ((path, one.state_dict()) for path, one in self.stateful.items())
-        leaves = (leaf for path, tree in trees for leaf in _leaves(tree, path, (dict, list, tuple)))
+        states = ((path, one.state_dict()) for path, one in self.stateful.items())
+        leaves = (leaf for path, state in states for leaf in _leaves(state, path, (dict, list, tuple), DTensor))
         return {key_of(path): tensor for path, tensor in leaves if isinstance(tensor, DTensor)}
 
 
@@ -217,14 +200,16 @@ def _refuse_objects(value: Any, path: Path) -> None:
             _refuse_objects(item, (*path, key))
 
 
-def _leaves(value: Any, path: Path, containers: tuple[type, ...] = (dict, list)) -> list[tuple[Path, Any]]:
-    """Return the tensors in nested containers, and the largest parts without tensors, by path."""
+def _leaves(
+    value: Any, path: Path, containers: tuple[type, ...], kind: type[torch.Tensor]
+) -> list[tuple[Path, Any]]:
+    """Return the tensors of a kind in nested containers, and the largest parts without any, by path."""
     if not isinstance(value, containers):
         return [(path, value)]
     tree: Any = value
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers)]
-    return leaves if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves) else [(path, value)]
+    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers, kind)]
+    return leaves if any(isinstance(leaf, kind) for _, leaf in leaves) else [(path, value)]
 
 
 def _is_stateful(value: Any) -> bool:

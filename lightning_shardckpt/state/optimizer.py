@@ -36,7 +36,7 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, is_host_memory
 
 _OF_TORCH = ("state", "param_groups")
-NOT_HYPER = ("params", "param_names")
+_NOT_HYPER = ("params", "param_names")
 """Keys of a param group that are not hyper-parameters."""
 
 
@@ -136,39 +136,36 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
     tensors: dict[str, torch.Tensor] = {}
     document: dict[str, Any] = {}
     for number, state in enumerate(states):
+        where = f"optimizer_states/{number}"
         state = state or {"state": {}, "param_groups": []}  # Lightning's, of a LightningModule without optimizers
         if not state.keys() >= {*_OF_TORCH}:
             raise StateError(
-                f"optimizer_states/{number} is not a state dict of a torch optimizer, with 'state' and 'param_groups': "
-                f"it has {sorted(map(str, state))}"
+                f"{where} is not a state dict of a torch optimizer, with 'state' and 'param_groups': it has "
+                f"{sorted(map(str, state))}"
             )
         own = {k: v for k, v in state["state"].items() if isinstance(k, str) and not isinstance(v, Mapping)}
         values: dict[str, Any] = {}
         having: dict[tuple[Any, ...], list[str]] = {}  # the parameters with an equal value, by its key
-        for param, entries in state["state"].items():
-            if param in own:
-                continue
-            for name, value in entries.items():
-                key = f"{number}/{_name(param)}/{name}"
-                if "/" in name:
-                    raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
-                if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
-                    tensors[key] = value
-                elif (equal := _equality_key(name, value)) in having:
-                    having[equal].append(_name(param))
-                else:
-                    encoded = encode_small(value, f"optimizer_states/{key}")
-                    having[equal] = add_value(values, name, _name(param), encoded)
+        entries = ((p, *entry) for p, of in state["state"].items() if p not in own for entry in of.items())
+        for param, name, value in entries:
+            key = f"{number}/{_name(param)}/{name}"
+            if "/" in name:
+                raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
+            if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+                tensors[key] = value
+            elif (equal := _equality_key(name, value)) in having:
+                having[equal].append(_name(param))
+            else:
+                having[equal] = add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
         groups = {}
         for i, group in enumerate(state["param_groups"]):
-            hyper = {k: v for k, v in group.items() if k not in NOT_HYPER}
-            where = f"optimizer_states/{number}/param_groups/{i}"
-            groups[str(i)] = {"hyper": encode_small(hyper, where), "params": [_name(p) for p in group["params"]]}
+            hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
+            params = [_name(param) for param in group["params"]]
+            groups[str(i)] = {"hyper": encode_small(hyper, f"{where}/param_groups/{i}"), "params": params}
         numbered = any(isinstance(p, int) for group in state["param_groups"] for p in group["params"])
         shared = {name: list(by_value.values()) for name, by_value in values.items()}
         document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
         extra = {key: value for key, value in state.items() if key not in _OF_TORCH}
-        where = f"optimizer_states/{number}"
         if odd := [key for key in (*own, *extra) if not isinstance(key, str) or key.startswith("$")]:
             raise StateError(f"{where}: {odd[0]!r} cannot be stored as the name of an entry")
         if own or extra:
@@ -191,8 +188,6 @@ def _name(param: str | int) -> str:
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]
 """A tensor with the key under which it is stored."""
-
-
 _OF_SCHEDULERS = "initial_lr"
 _OF_ANY_CLASS = {
     *("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", _OF_SCHEDULERS),
@@ -240,17 +235,17 @@ class OptimizerLoad:
         names: Mapping[int, str],
         same: Callable[[str], Sequence[str]],
         *,
-        dtypes: Mapping[str, str] | None = None,
-        reshaped: Container[str] = (),
+        dtypes: Mapping[str, str],
+        reshaped: Container[str],
     ) -> None:
-        self.number, self._optimizer, self._stored = number, optimizer, stored
-        self._dtypes, self._reshaped = dtypes or {}, reshaped
+        self._number, self._optimizer, self._stored, self._dtypes = number, optimizer, stored, dtypes
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
         self._rows = list[_Row]()
         for group, params in enumerate(group["params"] for group in optimizer.param_groups):
             for param, name in ((param, names[id(param)]) for param in params):
                 stored_names = [one for one in same(name) if one in self._group_of]
                 self._rows.append(_Row(param, group, name, stored_names))
+        self._loaded = [row for row in self._rows if row.stored and row.name not in reshaped]
 
     def other_class(self) -> str | None:
         """Return a line if the settings in the checkpoint are those of another class, so that it cannot be loaded."""
@@ -260,9 +255,9 @@ class OptimizerLoad:
         if not (self._stored.hyper and only_stored and only_live):
             return None
         return (
-            f"optimizer {self.number}  is of another class in the checkpoint, with {', '.join(sorted(only_stored))} in "
-            f"param groups; {type(self._optimizer).__name__} has {', '.join(sorted(only_live))}. To begin with a new "
-            "optimizer, load the model without it"
+            f"optimizer {self._number}  is of another class in the checkpoint, with {', '.join(sorted(only_stored))} "
+            f"in param groups; {type(self._optimizer).__name__} has {', '.join(sorted(only_live))}. To begin with a "
+            "new optimizer, load the model without it"
         )
 
     def compare(self, elsewhere: frozenset[str]) -> Iterator[str]:
@@ -271,17 +266,17 @@ class OptimizerLoad:
         Args:
             elsewhere: parameters of other pipeline stages, which compare these.
         """
-        where = f"optimizer {self.number}"
-        found = {name: row for row in self._rows for name in row.stored}
-        for name in sorted(self._group_of.keys() - found.keys() - elsewhere):
+        where, found = f"optimizer {self._number}", {name for row in self._rows for name in row.stored}
+        for name in sorted(self._group_of.keys() - found - elsewhere):
             yield f"{where}: {name}  in checkpoint only"
         for row in self._rows:
             if not row.stored:
                 yield f"{where}: {row.name}  in model only"
+                continue
             for other in row.stored[1:]:
                 yield f"{where}: {other}  tied to {row.name} in the model, with state of its own in the checkpoint"
             shape = shape_of(row.param)
-            for key in self._stored.tensors.get(row.stored[0], {}).values() if row.stored else ():
+            for key in self._stored.tensors.get(row.stored[0], {}).values():
                 spec = self._stored.specs[key]
                 if spec.shape != shape and not acts_as_whole(row.param):
                     yield f"{where}: {key}  shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
@@ -290,40 +285,45 @@ class OptimizerLoad:
         """Return the stored groups of the parameters of each live group, by ``<optimizer>/<group>``; None if empty."""
         found = dict[str, list[int] | None]()
         for number, group in enumerate(self._optimizer.param_groups):
-            stored = [row.stored[0] for row in self._rows if row.group == number and row.stored]
-            numbers = list(dict.fromkeys(self._group_of[name] for name in stored))
-            found[f"{self.number}/{number}"] = numbers if group["params"] else None
+            numbers = (self._group_of[row.stored[0]] for row in self._rows if row.group == number and row.stored)
+            found[f"{self._number}/{number}"] = list(dict.fromkeys(numbers)) if group["params"] else None
         return found
 
     def live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the parameters and the tensors of their state."""
         for row in self._rows:
-            yield row.param
             state = self._optimizer.state.get(row.param, {})
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            yield from (row.param, *(value for value in state.values() if isinstance(value, torch.Tensor)))
 
-    def tensors(self, is_alone: Callable[[torch.Tensor], bool]) -> tuple[list[Keyed], list[Keyed]]:
+    def tensors(
+        self, is_alone: Callable[[torch.Tensor], bool], check: Callable[[str], object]
+    ) -> tuple[list[Keyed], list[Keyed]]:
         """Return the tensors to fill, with their stored keys: live state that fits, and new memory.
 
         All are sharded like their parameters. Nothing live changes yet. Parameters that are tied only in the checkpoint
         get separate tensors; so does state that is not alone in its memory.
+
+        Args:
+            is_alone: whether a tensor shares its memory with no other.
+            check: raises an error if the files cannot contain a stored tensor, which is about to get memory.
         """
         live, new = list[Keyed](), list[Keyed]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
-            for stored, row in self._loaded_rows():
-                param, shape = row.param, shape_of(row.param)
-                state = self._optimizer.state.get(param, {})
-                for name, key in self._stored.tensors.get(stored, {}).items():
-                    spec, current = self._stored.specs[key], state.get(name)
-                    if spec.shape != shape and not acts_as_whole(param):
-                        continue
-                    dtype, place = self._dtype(spec.dtype, row), new
-                    if spec.shape != shape:
+            for row in self._loaded:
+                param, state = row.param, self._optimizer.state.get(row.param, {})
+                for name, key in self._stored.tensors.get(row.stored[0], {}).items():
+                    spec, current, place = self._stored.specs[key], state.get(name), new
+                    dtype = self._dtype(spec.dtype, row)
+                    if spec.shape == shape_of(param):
+                        if current is not None and is_like(current, param, dtype) and is_alone(current):
+                            tensor, place = current, live
+                        else:
+                            tensor = new_like(param, dtype)
+                    elif acts_as_whole(param):
+                        check(key)
                         tensor = torch.empty(spec.shape, dtype=dtype, device=param.device)
-                    elif current is not None and is_like(current, param, dtype) and is_alone(current):
-                        tensor, place = current, live
                     else:
-                        tensor = new_like(param, dtype)
+                        continue
                     place.append((key, tensor))
                     row.filled[name] = tensor
         return live, new
@@ -343,7 +343,8 @@ class OptimizerLoad:
             sources: the results of ``sources``, merged over ranks so that all pipeline stages decide alike.
         """
         groups, used = self._optimizer.param_groups, set[str]()
-        for stored, row in self._loaded_rows():
+        for row in self._loaded:
+            stored = row.stored[0]
             values = self._stored.values.get(stored, {})
             values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
             used.add(stored)
@@ -363,12 +364,6 @@ class OptimizerLoad:
         is_moment = name != "step" and value.shape == shape_of(row.param)  # of a parameter without dims
         return value.to(row.param.device, self._dtype(DTYPES[value.dtype], row) if is_moment else None)
 
-    def _loaded_rows(self) -> Iterator[tuple[str, _Row]]:
-        """Yield the parameters whose state is loaded, with their stored names."""
-        for row in self._rows:
-            if row.name not in self._reshaped and row.stored:
-                yield row.stored[0], row
-
     def _apply_hyper(
         self, number: int, group: dict[str, Any], sources: Mapping[str, list[int] | None]
     ) -> Iterator[str]:
@@ -376,11 +371,11 @@ class OptimizerLoad:
 
         A group without parameters on any rank uses the stored group of the same number, if that can be the same group.
         """
-        numbers = sources[f"{self.number}/{number}"]
+        numbers = sources[f"{self._number}/{number}"]
         if numbers is None:
             stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
             numbers = [number] if number < len(stored) and (same_count or not stored[number]) else []
-        where, hyper = f"optimizer {self.number}, param group {number}", [self._stored.hyper[i] for i in numbers]
+        where, hyper = f"optimizer {self._number}, param group {number}", [self._stored.hyper[i] for i in numbers]
         keys = dict.fromkeys(chain(*hyper))
         for key in keys:
             values = [one[key] for one in hyper if key in one]
@@ -389,7 +384,7 @@ class OptimizerLoad:
             else:
                 kept = group.get(key)
                 yield f"{where}: its parameters were in groups {numbers} with {key} = {values}; kept {kept!r}"
-        missing = [k for k in group if numbers and k not in keys and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
+        missing = [k for k in group if numbers and k not in keys and k not in (*_NOT_HYPER, _OF_SCHEDULERS)]
         if missing:
             yield f"{where}: not in the checkpoint, kept as configured: {missing}"
 

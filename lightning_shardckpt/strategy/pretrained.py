@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.checkpoint.checkpoint import load
-from lightning_shardckpt.checkpoint.load_job import LoadOptions
-from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, load
+from lightning_shardckpt.checkpoint.load_job import LoadTargets, match_targets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn

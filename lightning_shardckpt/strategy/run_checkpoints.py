@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import load
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, check_loaded, mark_partly_loaded
-from lightning_shardckpt.checkpoint.match import LoadTargets
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_last_batch, skip_sigterm_broadcast

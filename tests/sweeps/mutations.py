@@ -192,7 +192,7 @@ MUTATIONS = (
              ("system/test_resume.py::test_each_rank_continues_with_its_own_random_numbers",)),
     Mutation("the generator of NumPy is not restored", STATE, "system/random_generators.py",
              'np.random.set_state(state["numpy"])', "pass", ("unit/system/test_random_generators.py",)),
-    Mutation("differences between checkpoint and model pass in silence", STATE, "checkpoint/load_job.py",
+    Mutation("differences between checkpoint and model pass in silence", STATE, "checkpoint/checkpoint.py",
              "        if strict:\n", "        if False:\n",
              ("ranks/checkpoint/test_bad_input.py::"
               "test_all_differences_between_model_and_checkpoint_are_listed_at_once",)),

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint.checkpoint import load, load_full
-from lightning_shardckpt.checkpoint.match import LoadTargets
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.value_checks import VERSION
 from lightning_shardckpt.state.model import WholeNames

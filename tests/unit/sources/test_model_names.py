@@ -19,7 +19,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import lightning_shardckpt as ckpt
-from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
+from lightning_shardckpt.checkpoint.load_job import LoadTargets, match_targets
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
