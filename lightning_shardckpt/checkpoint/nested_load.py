@@ -249,7 +249,7 @@ class NestedLoad:
 def _names_of_optimizers(module: nn.Module, whole: WholeNames) -> WholeNames:
     """Return the names for optimizers that are loaded without their module: those of other ranks, and all ties."""
     own = frozenset(clean_fqn(name) for name, p in named_tensors(module)[0] if not is_elsewhere(p))
-    ties = whole.ties or tuple(map(tuple, tied_names(module)))
+    ties = whole.ties or tied_names(module)
     own = own.union(*(tie for tie in ties if own.intersection(tie)))
     return WholeNames(whole.state - own, ties, whole.parameters)
 

@@ -24,7 +24,7 @@ from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.sources.source import Source, assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, decode, refuse_tensor
-from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
+from lightning_shardckpt.state.state_dicts import KEYS, states_of_checkpoint
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.storage.local_files import write_at
 from lightning_shardckpt.system.text import list_some
@@ -58,7 +58,7 @@ def plan_torch(source: Source, options: Options) -> Export:
         for optimizer in filter(None, state.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
-    if has_places(state) and options.key_mapping.is_empty:  # the names are those of the save: so are the keys
+    if options.key_mapping.is_empty:  # the names are those of the save: so are the keys
         frozen = {FROZEN: state[FROZEN]} if FROZEN in state else {}
         state = states_of_checkpoint(state) | frozen
     state.pop(KEYS, None)

@@ -17,7 +17,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
 from lightning_shardckpt.storage.local_files import WRITEBACK_BYTES, NewFile, begin_writeback, write_at
-from lightning_shardckpt.transfer.shard_reader import WINDOW_BYTES, read_windows
+from lightning_shardckpt.transfer.reader import WINDOW_BYTES, read_windows
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_shardckpt.compat.dtensor import shape_of
+from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
-from lightning_shardckpt.transfer.shard_reader import Request, fetch, windows
+from lightning_shardckpt.transfer.reader import Request, fetch, windows
 
 _WINDOW_BYTES, _BATCH_BYTES = 16 << 20, 64 << 20  # of host memory, whose content is converted or copied to a device
 _COMPARED_BYTES = 8 << 20  # of each tensor
@@ -28,11 +28,6 @@ class ReadTarget(NamedTuple):
     component: str
     key: str
     tensor: torch.Tensor
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The memory to fill."""
-        return local_tensor(self.tensor)
 
 
 def read_targets(source: Source, targets: Iterable[ReadTarget]) -> None:
@@ -57,14 +52,14 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     """
     direct, copied, rank = list[Request](), list[_Copied](), this_rank()
     for component, key, tensor in targets:
-        stored, local, parts = source.table[component][key], local_tensor(tensor), parts_of(tensor, rank)
+        stored, local, parts = source.table[component][key], dtensor.local_tensor(tensor), parts_of(tensor, rank)
         is_direct = local.dtype is TORCH_DTYPES[stored.spec.dtype] and is_host_memory(local)
         memory = bytes_of(local) if is_direct else memoryview(b"")
         requests = stored.requests(parts, tuple(local.shape), memory)  # opens files
         if is_direct:
             direct += requests
         else:
-            copied.append((stored, parts, local))
+            copied.append((stored, parts, local.detach()))
 
     def read() -> None:
         if direct:
@@ -126,7 +121,7 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
         return False
     whole, shape = Box.whole(first.shape), first.shape
     parts: tuple[Part, ...] = (Part(whole, whole.start),)
-    if like is not None and tuple(shape_of(like)) == shape:
+    if like is not None and tuple(dtensor.shape_of(like)) == shape:
         parts, shape = parts_of(like, this_rank()), tuple(local_tensor(like).shape)
     size = DTYPE_BYTES[first.dtype]
     for window in windows(shape, _COMPARED_BYTES // size):

@@ -20,8 +20,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
 from lightning_shardckpt.state.state_dicts import VERSION, add_versions
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import Request
+from lightning_shardckpt.transfer.reader import Checkpoint, Request
 
 Found: TypeAlias = tuple[int, ShardEntry, ByteRuns]
 """The rank that wrote a box, the box, and where its bytes belong."""

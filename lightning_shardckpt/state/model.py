@@ -63,8 +63,7 @@ def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
     """Return a module's parameters and its buffers under all their names, in order of registration."""
     if module is None:
         return [], []
-    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    return list(parameters), list(buffers)
+    return [*module.named_parameters(remove_duplicate=False)], [*module.named_buffers(remove_duplicate=False)]
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
@@ -76,9 +75,9 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
     return names
 
 
-def tied_names(module: nn.Module) -> list[list[str]]:
+def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the canonical FQNs of each tied parameter or buffer, in order of registration."""
-    return [list(names) for names in shared_names(chain(*named_tensors(module)))]
+    return tuple(shared_names(chain(*named_tensors(module))))
 
 
 def model_leaves(
@@ -107,7 +106,7 @@ def model_leaves(
         refuse_compound(value, f"model/{key}")
         tensors[key] = value
     parameters, buffers = named_tensors(module)
-    aliases = _aliases(tensors, [list(names) for names in shared_names(chain(parameters, buffers))])
+    aliases = _aliases(tensors, shared_names(chain(parameters, buffers)))
     for alias in aliases:
         del tensors[alias]
     leaves = Leaves(tensors, aliases, frozenset(tensors.keys() & {clean_fqn(name) for name, _ in buffers}))
@@ -131,17 +130,17 @@ def _tied_over_stages(leaves: Leaves, ties: Iterable[tuple[str, ...]]) -> Leaves
     )
 
 
-def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[str, str]:
+def _aliases(tensors: dict[str, torch.Tensor], ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     """Return the stored name of each alias."""
-    group_of = {name: group for group in groups for name in group}
+    tie_of = {name: tie for tie in ties for name in tie}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         mark: Any = name
         if isinstance(tensor, DTensor):
             # a rank may hold no element of it, so that memory does not show the tie, but the module does
-            if name in group_of:
-                mark = (id(group_of[name]), local_tensor(tensor).numel() and local_tensor(tensor).data_ptr())
+            if name in tie_of:
+                mark = (tie_of[name], local_tensor(tensor).numel() and local_tensor(tensor).data_ptr())
         elif tensor.numel() and not tensor.is_meta:
             mark = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if first.setdefault(mark, name) != name:

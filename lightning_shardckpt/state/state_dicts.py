@@ -101,10 +101,8 @@ def is_lightning_dict(state: Mapping[str, Any]) -> bool:
 
 def is_optimizer_state(value: Any) -> bool:
     """Return whether a value has the structure of ``Optimizer.state_dict``."""
-    if not isinstance(value, Mapping):
-        return False
-    state, groups = value.get("state"), value.get("param_groups")
-    if not isinstance(state, Mapping) or not isinstance(groups, list):
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(value.get("state"), Mapping):
         return False
     return all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
 
@@ -197,34 +195,23 @@ def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the flat state that was saved as Lightning's checkpoint dict; any other dict unchanged. Changes the dict.
 
+    If a name of the model is in none of the modules, since a prefix or a mapping changed it, the model stays in one.
+
     Raises:
         FormatError: if the places of modules and optimizers are malformed.
     """
     checkpoint.pop(FROZEN, None)
-    keys = check_keys(checkpoint.pop(KEYS, None), "the checkpoint")
-    if keys is None:
+    keys, model = check_keys(checkpoint.pop(KEYS, None), "the checkpoint"), checkpoint.get("state_dict", {})
+    if keys is None or not all(name.startswith(tuple(keys["modules"].values())) for name in model):
         return checkpoint
-    model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
+    checkpoint.pop("state_dict", None)
     for key, prefix in keys["modules"].items():
         state = OrderedDict((n.removeprefix(prefix), value) for n, value in model.items() if n.startswith(prefix))
         vars(state)[METADATA] = versions_in(getattr(model, METADATA, {}), prefix)
         insert(checkpoint, key, state)
-    for key, state in zip(keys["optimizers"], optimizers, strict=False):
+    for key, state in zip(keys["optimizers"], checkpoint.pop("optimizer_states", []), strict=False):
         insert(checkpoint, key, state)
     return checkpoint
-
-
-def has_places(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has the places of modules and optimizers, and every name of the model is in one.
-
-    Raises:
-        FormatError: if the places are malformed.
-    """
-    keys = check_keys(checkpoint.get(KEYS), "the checkpoint")
-    if keys is None:
-        return False
-    prefixes = tuple(keys["modules"].values())
-    return all(name.startswith(prefixes) for name in checkpoint.get("state_dict", {}))
 
 
 def insert(state: Any, key: str, value: Any) -> None:

@@ -81,7 +81,7 @@ def find_pretrained(
     def find() -> None:
         live = module.state_dict()
         state = frozenset(clean_fqn(name) for name, value in live.items() if isinstance(value, torch.Tensor))
-        whole = WholeNames(state, tuple(map(tuple, tied_names(module))))
+        whole = WholeNames(state, tied_names(module))
         match = match_targets(pretrained.fit(source, module, whole)[0], LoadTargets.of_module(module, live, whole))
         loaded = frozenset(name for row in match.rows if row.stored is not None for name in row.names)
         if is_last and (computed := made_from_base(module, state - loaded)):

@@ -22,8 +22,7 @@ from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import read_windows
+from lightning_shardckpt.transfer.reader import Checkpoint, read_windows
 
 _ABSENT = "–"
 _SHOWN = 32

@@ -23,7 +23,7 @@ from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
-from lightning_shardckpt.transfer.shard_reader import read_windows
+from lightning_shardckpt.transfer.reader import read_windows
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""

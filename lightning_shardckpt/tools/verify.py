@@ -23,8 +23,7 @@ from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, progress, size_text
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import find_corruption
+from lightning_shardckpt.transfer.reader import Checkpoint, find_corruption
 
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4  # one reads while another computes checksums

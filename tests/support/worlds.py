@@ -15,8 +15,7 @@ from lightning_shardckpt.format.layout import REPLICATED, Axis, Box, DimShard, L
 from lightning_shardckpt.format.plan import Piece, byte_runs, plan_load, plan_save
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import ReadSizes, Request, fetch
+from lightning_shardckpt.transfer.reader import Checkpoint, ReadSizes, Request, fetch
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 
 SAVE_ID = "5afe" * 8

@@ -74,9 +74,9 @@ _BACKGROUND = (
 
 MUTATIONS = (
     # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    Mutation("checksums of blocks are not compared", CORRUPT, "transfer/shard_reader.py", "if actual == expected:",
+    Mutation("checksums of blocks are not compared", CORRUPT, "transfer/reader.py", "if actual == expected:",
              "if True:", (_FLIPPED,)),
-    Mutation("the ends of rows that a window cuts are not copied", EXACT, "transfer/shard_reader.py",
+    Mutation("the ends of rows that a window cuts are not copied", EXACT, "transfer/reader.py",
              "*range(max(first, stop), last)", "*range(0)",
              ("unit/transfer/test_write_read.py::test_regions_windows_blocks_and_gaps_of_any_size_meet",)),
     Mutation("the checksum of a header is not compared", CORRUPT, "transfer/reader.py",
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation("the size of a file is not compared", CORRUPT, "transfer/reader.py", "if size != info.nbytes:",
              "if False:", ("ranks/checkpoint/test_corruption.py::test_appended_bytes_are_found_even_quickly",)),
     Mutation("a stale index of an earlier save is accepted", CORRUPT, "transfer/reader.py",
-             "if save_id != self.root.save_id:", "if False:", ("unit/format/test_format.py",)),
+             "if index.save_id != self.root.save_id:", "if False:", ("unit/format/test_format.py",)),
     Mutation("a checksum is taken of other bytes than are written", CORRUPT, "transfer/writer.py", "yield part\n",
              'yield bytes(part[:-1]) + b"\\0" if len(part) else part\n',
              ("unit/transfer/test_write_read.py::test_files_hold_what_their_header_and_the_index_say",)),
@@ -236,7 +236,7 @@ MUTATIONS = (
     Mutation("gradients of replicas are summed, not averaged", STEP, "parallel/sharding/gradient_sync.py",
              "target.copy_(total.mul_(reduction.scale).view(target.shape))", "target.copy_(total.view(target.shape))",
              ("ranks/parallel/test_replicas.py",)),
-    Mutation("tensors that are read together overwrite one another", ONCE, "transfer/shard_reader.py",
+    Mutation("tensors that are read together overwrite one another", ONCE, "transfer/reader.py",
              "            used += length\n", "            pass\n",
              ("unit/transfer/test_write_read.py::test_tensors_are_read_whole_and_in_parts_through_memory_of_any_size",)),
     Mutation("gradients are clipped by the norm of this rank's shard", STEP, "parallel/sharding/clip_grad.py",

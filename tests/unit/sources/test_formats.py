@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
-from lightning_shardckpt.transfer.shard_reader import read_windows
+from lightning_shardckpt.transfer.reader import read_windows
 from tests.support import tiny
 
 TENSORS = {

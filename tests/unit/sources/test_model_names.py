@@ -63,7 +63,7 @@ def compared(
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     live = module.state_dict()
-    whole = WholeNames(frozenset(live), tuple(map(tuple, tied_names(module))))
+    whole = WholeNames(frozenset(live), tied_names(module))
     source, problems = Pretrained("", mapping).fit(open_path(str(tmp_path / "w.safetensors")), module, whole)
     match = match_targets(source, LoadTargets.of_module(module, live, whole))
     filled = [(row.names, source.table["model"][row.stored].key) for row in match.rows if row.stored is not None]
