@@ -117,10 +117,10 @@ class ShardCkptIO(CheckpointIO):
     def attach(
         self, ranks: Ranks, module: nn.Module, topology: Mapping[str, int], *, names: WholeNames | None = None
     ) -> None:
-        """Set the ranks that save and load together, and the module.
+        """Set the ranks, which call this object together from now on, and the module.
 
         Args:
-            ranks: all of them call this object together from now on.
+            ranks: that save and load together.
             module: of this rank; in a pipeline, the part of its stages.
             topology: the sizes of mesh axes by name, for the root index.
             names: of the whole model, if ``module`` is a part of it.
@@ -131,8 +131,7 @@ class ShardCkptIO(CheckpointIO):
     def enable_async(self, ranks: Ranks) -> None:
         """Save asynchronously until ``teardown`` or ``leave``, if that was chosen.
 
-        Args:
-            ranks: the ranks that save together; for exclusive use by the writing thread.
+        ``ranks`` save together, and are for exclusive use by the writing thread.
         """
         if self.is_async:
             self._group.background.drain()
@@ -152,10 +151,7 @@ class ShardCkptIO(CheckpointIO):
     def leave(self, error: BaseException) -> None:
         """Finish queued saves on a rank that got an exception, which other ranks may not have got.
 
-        Not collective. Later saves are complete on return.
-
-        Args:
-            error: the exception; failures of the queued saves are added to it as notes.
+        Not collective. Failures of these saves are added to the exception as notes. Later saves are complete on return.
         """
         self._group.background.leave(error)
         self._warn(self._group.background.notes())
@@ -175,7 +171,7 @@ class ShardCkptIO(CheckpointIO):
         Args:
             checkpoint: Lightning's dict.
             path: of the new checkpoint, or a URL.
-            storage_options: for this URL, instead of the options of ``ShardCkptIO``.
+            storage_options: for this URL, instead of those of ``ShardCkptIO``.
 
         Raises:
             Exception: the failure of an earlier asynchronous save; then this save does not begin.
@@ -289,13 +285,12 @@ class ShardCkptIO(CheckpointIO):
         verify, storage = self.load_options.verify, self.storage
         checkpoint = load_full(path, map_location, verify=verify, weights_only=safe, storage=storage)
         if frozen := checkpoint.pop(FROZEN, None):
-            self._warn(
-                [
-                    f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: it was saved with "
-                    "adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
-                    "strategy set strict_loading=False on the LightningModule."
-                ]
+            note = (
+                f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: it was saved with adapters_only=True. "
+                "Load it with ShardedStrategy, which leaves them unchanged; with another strategy set "
+                "strict_loading=False on the LightningModule."
             )
+            self._warn([note])
         return checkpoint
 
     # --- remove ---
@@ -314,11 +309,7 @@ class ShardCkptIO(CheckpointIO):
 
 
 def _remove_any(path: str, storage: StorageRouter) -> list[str]:
-    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one; see ``RunFolder.remove``.
-
-    Returns:
-        Sentences about files that could not be deleted.
-    """
+    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one, as ``RunFolder.remove``."""
     if is_url(path):
         objects = storage.objects(path)
         if objects.exists(path):
@@ -335,12 +326,9 @@ def _remove_any(path: str, storage: StorageRouter) -> list[str]:
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
-    """Return a checkpoint dict of a Trainer; one that another program saved begins at step 0.
+    """Return a checkpoint dict of a Trainer; one that another program saved begins at step 0, with a warning in a fit.
 
-    Args:
-        checkpoint: the dict that was read; it is not changed.
-        path: of the checkpoint, for the warning.
-        fitting: warn that training begins at step 0.
+    ``checkpoint`` is not changed.
     """
     if VERSION not in checkpoint:
         checkpoint = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **checkpoint, VERSION: lightning.__version__}

@@ -1,10 +1,9 @@
 """Files of a local or shared POSIX file system: durable writes, locks, and temporaries that replace what is there.
 
-The content of a target is written under ``.tmp-<hash of the target's base name>-<save id>``, and its process holds the
-lock of a claim meanwhile: a file of that name followed by ``.<hash of the machine>``. So a temporary whose claim is of
-this machine and can be locked is a leftover of a dead process. Locks may not reach other machines, or may not exist: a
-temporary of another machine, or without a claim, is a leftover if it has not changed for an hour. Nothing else of other
-processes is deleted, and never the target of a link.
+New content is made in a directory ``.tmp-<hash of the target's base name>-<save id>.<hash of the machine>``, whose lock
+its process holds meanwhile. So one of this machine that can be locked is a leftover of a dead process. Locks may not
+reach other machines, or may not exist: another one is a leftover if it has not changed for an hour. Nothing else of
+other processes is deleted, and never the target of a link.
 
 Locks are advisory ``flock`` locks on open files, which the kernel releases when the process that holds them ends. A
 process that was forked in the meantime, such as a data loader's worker, shares them, so they are always unlocked
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import TypeAlias
 from uuid import uuid4
 
@@ -31,6 +31,7 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.protocol import Bytes
 
 WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
+LOCK_WAIT_S = 3600.0  # for a process that uploads or downloads
 _QUIET_S = 3600.0
 _FOLDER_WAIT_S = 5.0  # for the lock of a folder, which is held only briefly
 _POLL_S = 0.05
@@ -39,7 +40,7 @@ _BUFFER_BYTES = 128 << 10  # for small parts; less than a call, so that larger p
 _AT_FDCWD, _EXCHANGE = -100, 2  # RENAME_EXCHANGE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NAME = re.compile(r"(\.tmp-([0-9a-f]{16})-([0-9a-f]{32}))(?:\.([0-9a-f]{16}))?")
+_NAME = re.compile(r"(\.tmp-[0-9a-f]{16}-)([0-9a-f]{32})\.([0-9a-f]{16})")  # target, save, machine
 
 
 @contextmanager
@@ -58,15 +59,13 @@ def errors_with_path(path: str) -> Iterator[None]:
 
 def make_directories(path: str, *, sync: bool = True) -> None:
     """Create directories like ``os.makedirs``; with ``sync``, they are durable on return."""
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for name in reversed(missing):
+    if not os.path.lexists(path):
+        parent = os.path.dirname(path)
+        make_directories(parent, sync=sync)
         with suppress(FileExistsError):
-            os.mkdir(name)
+            os.mkdir(path)
         if sync:
-            sync_directory(os.path.dirname(name))
+            sync_directory(parent)
 
 
 def sync_directory(path: str) -> None:
@@ -93,15 +92,10 @@ def exchange(one: str, other: str) -> bool:
 
 
 def keep_owner_and_mode(target: str, new: str, *, writable: bool = False) -> bool:
-    """Give a new directory or file the owner, group and mode of what is at ``target``, unless that is a link.
+    """Give a new directory or file the owner, group and mode of a directory or file at ``target``, if there is one.
 
-    Args:
-        target: the path that ``new`` will be renamed to; nothing needs to be there.
-        new: a directory or regular file of this process.
-        writable: let this process's user write to it in any case, until the next call without this.
-
-    Returns:
-        False if the owner or the group cannot be kept; the mode is not changed then.
+    If ``writable``, this process's user may write to it in any case, until the next call without this. Returns False if
+    the owner or the group cannot be kept; the mode is not changed then.
     """
     old, own = os.lstat(target) if os.path.lexists(target) else None, os.lstat(new)
     if old is None or stat.S_IFMT(old.st_mode) != stat.S_IFMT(own.st_mode):
@@ -134,14 +128,19 @@ def delete(path: str) -> OSError | None:
     return None
 
 
+def delete_all(paths: Iterable[str], what: str) -> list[str]:
+    """Delete what can be deleted; return a sentence with the first error if something stays."""
+    errors = [*filter(None, map(delete, paths))]
+    return [f"could not remove {what}: {error}" for error in errors[:1]]
+
+
 # ── content of files ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
     """Write all parts into a new file, one after the other, and with ``sync`` make it durable.
 
-    The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
-    wait for. The file stays in the page cache for a later load.
+    The kernel writes earlier parts to the disk while the next parts are produced.
     """
     dirty_bytes = 0
     with errors_with_path(path), open(path, "xb", buffering=_BUFFER_BYTES) as file:
@@ -158,10 +157,7 @@ def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
 
 
 def begin_writeback(file: int) -> None:
-    """Ask the kernel to write a file's dirty pages to the disk, without waiting.
-
-    It is only a hint: ``fsync`` must follow, and reports failed writes.
-    """
+    """Ask the kernel to write a file's dirty pages to the disk, without waiting. ``fsync`` must follow."""
     if (sync_file_range := getattr(ctypes.CDLL(None), "sync_file_range", None)) is not None:
         sync_file_range(file, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)  # a length of 0 means to the end
 
@@ -177,16 +173,19 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def locked(path: str, flags: int, wait_s: float) -> Iterator[int | None]:
-    """Open a file or directory with ``flags``, and hold its lock; proceed without in a file system that has none.
+def locked(path: str, wait_s: float = LOCK_WAIT_S, *, is_folder: bool = False) -> Iterator[int]:
+    """Hold the lock of a file, which is created if it is missing, if there are locks; yield its descriptor.
 
-    Yields the descriptor, or None if another process holds the lock for longer than ``wait_s``.
+    If another process holds it for longer than ``wait_s``, raises TimeoutError, or for a folder proceeds without.
     """
+    flags = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     file, deadline = os.open(path, flags | os.O_CLOEXEC, 0o600), time.monotonic() + wait_s
     try:
-        while not (is_ours := _try_lock(file) is not False) and time.monotonic() < deadline:
+        while (is_locked := _try_lock(file)) is False and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        yield file if is_ours else None
+        if is_locked is False and not is_folder:
+            raise TimeoutError(f"another process of this machine has held the lock of {path!r} for {wait_s:g} s")
+        yield file
     finally:
         _release(file)
 
@@ -213,145 +212,135 @@ def _release(file: int) -> None:
 # ── temporaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def temporary_name(target: str, save_id: str, folder: str | None = None) -> str:
-    """Return the path under which the content of ``target`` is written; by default in the folder of the target."""
-    key = checksum(os.fsencode(os.path.basename(target)))
-    return os.path.join(os.path.dirname(target) if folder is None else folder, f".tmp-{key}-{save_id}")
+def temporary_name(target: str, save_id: str) -> str:
+    """Return the name of the temporary directory of a target, without that of the machine."""
+    return f".tmp-{checksum(os.fsencode(os.path.basename(target)))}-{save_id}."
+
+
+def temporary_path(target: str, save_id: str, folder: str) -> str:
+    """Return the path of a temporary directory that a process of this machine makes in a folder."""
+    return os.path.join(folder, temporary_name(target, save_id) + this_machine())
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if a name is one of a temporary or of a claim."""
+    """Return True if a name is one of a temporary."""
     return _NAME.fullmatch(name) is not None
 
 
 @cache
 def this_machine() -> str:
     """Return 16 hex digits for the running kernel, whose processes see each other's locks."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return checksum(file.read())
-    except OSError:  # a sandbox
-        return checksum(os.uname().nodename.encode())
+    with suppress(OSError):  # a sandbox
+        return checksum(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    return checksum(os.uname().nodename.encode())
 
 
 class Temporary:
-    """A temporary name that this process has claimed, until ``publish`` or ``drop``.
+    """A new directory under a temporary name, which this process has locked until ``publish`` or ``drop``.
 
-    Args:
-        target: the absolute path where the content will appear.
-        save_id: 32 hex digits for the name.
-        folder: of the temporary, by default that of the target. Leftovers of dead processes in it are deleted.
+    It is in ``folder``, by default that of ``target``, an absolute path. Leftovers of dead processes there are deleted.
+    Raises FileExistsError if another process is writing ``target`` right now; nothing was changed then.
 
     Attributes:
-        path: the temporary path; nothing is there at first.
+        path: of the directory.
+        is_held: True until ``publish`` or ``drop``.
         notes: sentences for the user about leftovers and what could not be deleted.
         living: the ids of saves in the same folder that may still be going on.
-
-    Raises:
-        FileExistsError: if another process is writing ``target`` right now; nothing was changed then.
     """
 
     def __init__(self, target: str, save_id: str, folder: str | None = None) -> None:
-        machine, self.path = this_machine(), temporary_name(target, save_id, folder)
-        self.notes, self.living = list[str](), set[str]()
-        self._folder, self._claim, self._file = os.path.dirname(self.path), f"{self.path}.{machine}", -1
+        self._folder, self._file = os.path.dirname(target) if folder is None else folder, -1
+        self.path = temporary_path(target, save_id, self._folder)
+        self.is_held, self.notes, self.living = True, list[str](), set[str]()
         try:
-            with locked(self._folder, os.O_RDONLY | os.O_DIRECTORY, _FOLDER_WAIT_S):  # its holder may be no save
+            with locked(self._folder, _FOLDER_WAIT_S, is_folder=True):
                 matches = filter(None, map(_NAME.fullmatch, sorted(os.listdir(self._folder))))
-                others = {os.path.join(self._folder, match[1]): match[4] for match in matches}  # None: without a claim
-                held = {path: _is_held(f"{path}.{owner}") for path, owner in others.items()}
-                for path in filter(held.get, others):
-                    if path.startswith(self.path[:-32]):
+                others = {os.path.join(self._folder, match[0]): match for match in matches}
+                free = {path: _is_free(path) for path in others}
+                for path, match in others.items():
+                    if free[path] is False and temporary_name(target, save_id).startswith(match[1]):
                         raise FileExistsError(
                             f"another process is saving to {target!r} right now (it, or a process that it started, "
                             f"holds {path!r}); let each job save to paths of its own"
                         )
-                self._file = os.open(self._claim, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                os.mkdir(self.path)
+                self._file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 _try_lock(self._file)
             if others:
                 sync_directory(self._folder)  # else a loss of power might bring back the name of what is deleted here
             quiet_since = os.fstat(self._file).st_mtime - _QUIET_S  # by the clock of the file system
-            for path, owner in others.items():
-                is_dead = held[path] is False and owner == machine
-                if is_dead or (not held[path] and _last_change(path, owner) <= quiet_since):
-                    self._remove_leftover(path, f"{path}.{owner}")
+            for path, match in others.items():
+                is_dead = free[path] and match[3] == this_machine()
+                if not is_dead and (free[path] is False or _last_change(path) > quiet_since):
+                    self.living.add(match[2])
                 else:
-                    self.living.add(path[-32:])
+                    what = "the leftover of an unfinished save"
+                    self.notes += delete_all([path], what) or [f"removed {what}, {path!r}"]
         except BaseException:
-            self._let_go()
+            self.drop()
             raise
 
-    @property
-    def is_held(self) -> bool:
-        """True until ``publish`` or ``drop``."""
-        return self._file >= 0
+    def move(self, target: str, *, replaces: bool) -> None:
+        """Move the directory to ``target``, with the owner, group and mode of the directory there.
 
-    def publish(self, replaced: Iterable[str] = (), *, sync: bool, old: str = "the replaced checkpoint") -> None:
-        """Sync the folder after the content was moved to its place, and delete what was there; a failure is a note.
+        If it ``replaces`` what is there, the names are exchanged; else nothing, or an empty directory, may be there.
+        """
+        keep_owner_and_mode(target, self.path)
+        if not replaces:
+            os.rename(self.path, target)
+        elif not exchange(self.path, target):
+            text = "the file system can't replace it by a directory in one step: delete it, or use another path"
+            raise FileExistsError(errno.EEXIST, text, target)
 
-        Args:
-            replaced: paths to delete, beside the temporary path, which what was there has after an exchange of names.
-            sync: make the move durable before anything is deleted.
-            old: describes what is deleted.
+    def publish(self, replaced: Iterable[str] = (), *, sync: bool) -> None:
+        """Sync the folder after the content was moved to its place; then delete what was there. A failure is a note.
+
+        ``replaced`` are paths beside the temporary path, which what was there has after an exchange of names.
         """
         try:
             if sync:
                 sync_directory(self._folder)  # if it fails, nothing may be deleted
-            errors = [(path, error) for path in (*replaced, self.path) if (error := delete(path)) is not None]
-            self.notes += [f"could not remove {old} {path!r}: {error}" for path, error in errors[:1]]
+            self.notes += delete_all([*replaced, self.path], "what was replaced")
         finally:
             self._let_go()
 
-    def drop(self) -> OSError | None:
-        """Delete the content, unless it was published; return the error if it or its claim stays, as a leftover."""
-        error = delete(self.path) if self.is_held else None
-        return self._let_go() or error
-
-    def _let_go(self) -> OSError | None:
-        error = None
+    def drop(self) -> None:
+        """Delete the content, as far as possible, unless it was published."""
         if self.is_held:
-            if not os.path.lexists(self.path):
-                error = delete(self._claim)
+            delete(self.path)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._file >= 0:
             _release(self._file)
-            self._file = -1
-        return error
-
-    def _remove_leftover(self, path: str, claim: str) -> None:
-        exists, error = os.path.lexists(path), delete(path) or delete(claim)
-        if error is not None:
-            self.notes.append(f"could not remove the leftover of an unfinished save, {path!r}: {error}")
-        elif exists:
-            self.notes.append(f"removed the leftover of an unfinished save, {path!r}")
+        self.is_held, self._file = False, -1
 
 
-def _is_held(claim: str) -> bool | None:
-    """Return True if a process holds the claim; None if that is unknown: without a claim, or without locks."""
+def _is_free(path: str) -> bool | None:
+    """Return False if a process holds a temporary; None if that is unknown, since it can't be opened or locked."""
     try:
-        file = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return True if error.errno == errno.ELOOP else None  # a link, which a save replaced
     try:
-        is_free = _try_lock(file)
-        return None if is_free is None else not is_free
+        return _try_lock(file)
     finally:
         _release(file)
 
 
-def _last_change(path: str, owner: str | None) -> float:
-    """Return when a temporary, its claim, or a file in it was changed last."""
-    names, changes = [path, f"{path}.{owner}"], [0.0]
-    with suppress(OSError):
-        names += [os.path.join(path, name) for name in os.listdir(path)]
-    for name in names:
-        with suppress(OSError):
-            changes.append(os.lstat(name).st_mtime)
+def _last_change(path: str) -> float:
+    """Return when a temporary or a file in it was changed last."""
+    changes = [0.0]
+    with suppress(OSError):  # what vanishes meanwhile is being deleted
+        changes.append(os.lstat(path).st_mtime)
+        changes += [os.lstat(os.path.join(path, name)).st_mtime for name in os.listdir(path)]
     return max(changes)
 
 
 # ── outputs of exports ────────────────────────────────────────────────────────────────────────────────────────────────
 
 NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
-"""Creates a file with a name, which may contain slashes; yields its descriptor."""
+"""Creates a file with a name, which may contain slashes; yields its descriptor. It is durable when that is closed."""
 
 
 @contextmanager
@@ -384,11 +373,12 @@ def open_output(
         file = os.open(place, os.O_RDWR | os.O_CLOEXEC | (0 if is_file else os.O_CREAT | os.O_EXCL), 0o666)
         try:
             yield file
+            with errors_with_path(place):
+                os.fsync(file)
         finally:
             os.close(file)
 
     try:
-        os.mkdir(new.path)
         if is_file:
             write_file(content, (), sync=False)
         if not keep_owner_and_mode(target, content, writable=True):
@@ -396,21 +386,15 @@ def open_output(
             raise PermissionError(errno.EPERM, text, target)
         with errors_with_path(content):
             yield create, new.notes
-        for folder, _, names in os.walk(new.path, topdown=False):
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as file, errors_with_path(file.name):
-                    os.fsync(file.fileno())
+        for folder, _, _ in os.walk(new.path, topdown=False):
             sync_directory(folder)
-        keep_owner_and_mode(target, content)
-        if is_file:
-            if os.path.lexists(target) and not replaceable(target):
-                raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
+        if not is_file:
+            new.move(target, replaces=os.path.isdir(target) and bool(os.listdir(target)) and replaceable(target))
+        elif os.path.lexists(target) and not replaceable(target):
+            raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
+        else:
+            keep_owner_and_mode(target, content)
             os.replace(content, target)
-        elif not (os.path.isdir(target) and os.listdir(target) and replaceable(target)):
-            os.rename(content, target)  # which replaces nothing but an empty directory
-        elif not exchange(content, target):
-            text = "the file system can't replace a directory in one step: delete it, or give another path"
-            raise FileExistsError(errno.EEXIST, text, target)
-        new.publish(sync=True, old="the replaced export")
+        new.publish(sync=True)
     finally:
         new.drop()

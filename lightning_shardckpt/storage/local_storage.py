@@ -1,11 +1,12 @@
 """Checkpoints as directories of a file system.
 
-A save claims a temporary name, writes its files, and commits in one of two ways. It fills a temporary directory beside
-the target, with the mode, owner and group of the directory that is there, and exchanges the two in one system call, so
-that the path always holds a whole checkpoint, old or new. Or it fills the directory that is there: an empty or current
-one, a mount point, one whose parent cannot be written or whose owner cannot be kept, an older checkpoint where the file
-system cannot exchange two names (some network file systems), and a checkpoint that was filled in place. Then names
-begin with the save's id, as in an object store, and the root index, under the temporary name, is renamed last.
+A save makes a temporary directory, writes its files, and commits in one of two ways. It fills the temporary directory
+beside the target, with the mode, owner and group of the directory that is there, and exchanges the two in one system
+call, so that the path always holds a whole checkpoint, old or new. Or it fills the directory that is there: an empty or
+current one, a mount point, one whose parent cannot be written or whose owner cannot be kept, an older checkpoint where
+the file system cannot exchange two names (some network file systems), and a checkpoint that was filled in place. Then
+names begin with the save's id, as in an object store, and the root index alone is in the temporary directory, which is
+in the target, and renamed last.
 
 After that, and once it is durable, what was there is deleted. Names of temporaries neither contain "ckpt_" nor end in
 ".ckpt", since Lightning scans for both.
@@ -38,6 +39,7 @@ from lightning_shardckpt.format.index import (
 from lightning_shardckpt.storage.local_files import (
     Temporary,
     delete,
+    delete_all,
     errors_with_path,
     exchange,
     is_temporary,
@@ -45,9 +47,10 @@ from lightning_shardckpt.storage.local_files import (
     make_directories,
     sync_directory,
     temporary_name,
+    temporary_path,
     write_file,
 )
-from lightning_shardckpt.storage.protocol import Bytes, names_of_save
+from lightning_shardckpt.storage.protocol import Bytes, names_of_save, names_to_remove
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
 _LOOK_AGAIN_S = 0.1
@@ -57,20 +60,17 @@ class LocalStorage:
     """Directories on a local or shared POSIX file system.
 
     Args:
-        visible_within_s: the time within which a network file system shows a machine the changes of another.
         sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
             after a crash of the machine neither the old nor the new checkpoint may be left.
     """
 
-    def __init__(self, visible_within_s: float = 60.0, *, sync_files: bool = True) -> None:
-        self.visible_within_s, self.sync_files = visible_within_s, sync_files
+    visible_within_s = 60.0  # on a network file system
+
+    def __init__(self, *, sync_files: bool = True) -> None:
+        self.sync_files = sync_files
 
     def open(self, path: str) -> LocalReader:
-        """Open the checkpoint at ``path``.
-
-        Raises:
-            CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
-        """
+        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError if there is none, or it is incomplete."""
         path = os.path.abspath(path)
         while True:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -82,153 +82,136 @@ class LocalStorage:
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
-        return LocalDraft(os.path.abspath(path), save_id, self)
+        return LocalDraft(os.path.abspath(path), save_id, self.sync_files, self.visible_within_s)
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint, or the link to one, at ``path``; nothing else is ever deleted.
+        """Delete the checkpoint, or the link to one, at ``path``; nothing else. Raises CheckpointNotFoundError.
 
         The directory is renamed first, so that the path never holds a half-deleted checkpoint. If it cannot be deleted
-        after that, the next save in the same folder deletes it. One that was filled in place, or would be, loses its
-        root index first, and stays as an empty directory.
-
-        Returns:
-            Notes about leftovers, and about failures after the rename.
-
-        Raises:
-            CheckpointNotFoundError: if no checkpoint is at the path.
+        after that, a note says so, and the next save in the same folder deletes it. One that was filled in place, or
+        would be, loses its root index first, and stays as an empty directory.
         """
         path = os.path.abspath(path)
         if os.path.islink(path):
             os.unlink(path)
             return []
         with closing(self.open(path)) as reader:
-            names = os.listdir(path)
-        if not _is_filled_in_place(path, names):
-            old = Temporary(os.path.join(os.path.dirname(path), uuid4().hex), uuid4().hex)
-            try:
-                os.rename(path, old.path)
-                old.publish(sync=self.sync_files, old="the deleted checkpoint")
-            finally:
-                old.drop()
-            return old.notes
-        _delete_export(path)
-        os.unlink(os.path.join(path, ROOT_NAME))
+            names, folder = os.listdir(path), os.path.dirname(path)
+        if _is_filled_in_place(path, names):
+            _delete_export(path)
+            os.unlink(os.path.join(path, ROOT_NAME))
+            folder, deleted = path, [os.path.join(path, name) for name in names_to_remove(names, reader.prefix)]
+        else:
+            deleted = [temporary_path(path, uuid4().hex, folder)]
+            os.rename(path, deleted[0])
         if self.sync_files:
-            sync_directory(path)
-        kept = [name for name in names if PREFIXED_NAME.fullmatch(name) and not name.startswith(reader.prefix or "?")]
-        files = [os.path.join(path, name) for name in names if is_ours(name) and name not in kept]
-        errors = list(filter(None, map(delete, files)))
-        return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}" for error in errors[:1]]
+            sync_directory(folder)
+        return delete_all(deleted, f"all files of the deleted checkpoint {path!r}")
 
 
 # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LocalDraft:
-    """A draft in a temporary directory next to the target, or in the target itself.
+    """A draft in a temporary directory next to the target; or in the target, which is then filled in place.
 
     ``begin`` decides which; ranks that don't call it find out when they write.
     """
 
-    def __init__(self, target: str, save_id: str, storage: LocalStorage) -> None:
-        self._target, self._save_id, self._storage = target, save_id, storage
-        self._beside = temporary_name(target, save_id)
-        self._root = temporary_name(target, save_id, target)  # if it is filled in place
-        self._directory: str | None = None  # where files are written, once this rank knows it
-        self._claimed: Temporary | None = None  # on the rank that begins
+    def __init__(self, target: str, save_id: str, sync_files: bool, visible_within_s: float) -> None:
+        self._target, self._save_id = target, save_id
+        self._syncs, self._visible_within_s = sync_files, visible_within_s
+        self._temporary: str | None = None  # its path, once this rank knows it
+        self._new: Temporary | None = None  # on the rank that begins
         self._written = set[str]()
-        self.prefix = ""
-        self.notes: list[str] = []
+        self.prefix, self.notes = "", list[str]()
 
     def begin(self) -> None:
-        """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
+        """Create the temporary directory, and delete leftovers of killed saves beside it.
 
         Raises:
-            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or is a
-                link that can't be replaced in one step, or if another process is saving to it.
+            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or if
+                another process is saving to it.
             NotADirectoryError: if the target is a file.
             PermissionError: if neither the target nor its parent can be written.
         """
-        is_there = os.path.lexists(self._target) and not os.path.islink(self._target)  # a link is replaced
-        names = os.listdir(self._target) if is_there else []
+        target = self._target
+        is_there, is_link = os.path.lexists(target), os.path.islink(target)  # a link is replaced
+        names = os.listdir(target) if is_there and not is_link else []
         if ROOT_NAME not in names and not all(PREFIXED_NAME.fullmatch(name) or is_temporary(name) for name in names):
             raise FileExistsError(
-                f"the directory {self._target!r} is not empty and holds no checkpoint of this package, so it is not "
+                f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
                 "replaced; move it or use another path"
             )
-        if (is_there and _is_filled_in_place(self._target, names)) or not self._begin_beside():
-            self._claimed = Temporary(self._target, self._save_id, self._target)
-            self._fill_in_place()
-        assert self._claimed is not None
-        self.notes = self._claimed.notes
+        new: Temporary | None = None
+        if not is_there or is_link or not _is_filled_in_place(target, names):
+            make_directories(os.path.dirname(target), sync=self._syncs)
+            new = Temporary(target, self._save_id)
+            try:
+                can_replace = keep_owner_and_mode(target, new.path, writable=True)
+                can_replace = can_replace and (not is_there or _can_exchange(new.path))
+            except BaseException:
+                new.drop()
+                raise
+            if not can_replace:
+                new.drop()
+                new = None
+        if new is None and is_link:
+            raise FileExistsError(
+                f"{target!r} is a link, and the file system can't exchange it for a directory in one step: delete the "
+                "link, or save to another path"
+            )
+        self._new = new or Temporary(target, self._save_id, target)
+        self.notes = self._new.notes
+        self._use(self._new.path)
 
-    def _begin_beside(self) -> bool:
-        """Create the temporary directory; return False if it can't replace the target."""
-        make_directories(os.path.dirname(self._target), sync=self._storage.sync_files)
-        new = Temporary(self._target, self._save_id)
-        try:
-            os.mkdir(new.path)
-            is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
-            if os.path.lexists(self._target) and not _can_exchange(new.path):
-                if os.path.islink(self._target):
-                    raise FileExistsError(
-                        f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
-                        "step: delete the link, or save to another path"
-                    )
-                is_possible = False
-        except BaseException:
-            new.drop()
-            raise
-        if is_possible:
-            self._claimed, self._directory = new, new.path
-        elif (error := new.drop()) is not None:  # other ranks would write there
-            raise error
-        return is_possible
-
-    def _fill_in_place(self) -> None:
-        self._directory, self.prefix = self._target, prefix_of(self._save_id)
+    def _use(self, temporary: str) -> None:
+        self._temporary = temporary
+        if os.path.dirname(temporary) == self._target:
+            self.prefix = prefix_of(self._save_id)
 
     def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
-        directory = self._directory or self._find_directory()
-        stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
-        write_file(stored, parts, sync=self._storage.sync_files)
-        if self._storage.sync_files:
+        directory, stored = self._temporary or self._find(), name
+        if self.prefix and name != ROOT_NAME:
+            directory, stored = self._target, self.prefix + name
+        write_file(os.path.join(directory, stored), parts, sync=self._syncs)
+        if self._syncs:
             sync_directory(directory)
         if name != ROOT_NAME:
-            self._written.add(self.prefix + name)
+            self._written.add(stored)
 
-    def _find_directory(self) -> str:
-        """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
-        parent, name = os.path.split(self._beside)
-        within_s = self._storage.visible_within_s
-        deadline = time.monotonic() + within_s
-        while self._directory is None:
-            with suppress(OSError):  # listing makes a network file system refresh its cache
-                if name in os.listdir(parent):
-                    self._directory = self._beside
-                elif any(entry.startswith(f"{name}.") for entry in os.listdir(self._target)):  # the claim
-                    self._fill_in_place()
-            if self._directory is None and time.monotonic() >= deadline:
+    def _find(self) -> str:
+        """Return the temporary directory that ``begin`` made; wait until this machine sees it."""
+        deadline, parent = time.monotonic() + self._visible_within_s, os.path.dirname(self._target)
+        start = temporary_name(self._target, self._save_id)
+        while True:
+            for folder in (self._target, parent):
+                with suppress(OSError):  # listing makes a network file system refresh its cache
+                    for name in os.listdir(folder):
+                        if name.startswith(start):
+                            self._use(os.path.join(folder, name))
+                            return os.path.join(folder, name)
+            if time.monotonic() >= deadline:
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
-                    f"{within_s:g} s ago; the path must be on a file system that all ranks share",
-                    self._beside,
+                    f"{self._visible_within_s:g} s ago; the path must be on a file system that all ranks share",
+                    os.path.join(parent, start),
                 )
-            time.sleep(0 if self._directory else _LOOK_AGAIN_S)
-        return self._directory
+            time.sleep(_LOOK_AGAIN_S)
 
     def publish(self) -> None:
         """Make the checkpoint appear at the target, sync, and delete the old one.
 
-        Raises:
-            OSError: if something other than a checkpoint is at the target, or files of this save are gone.
+        Raises OSError if something other than a checkpoint is at the target, or files of this save are gone.
         """
-        new, target = self._claimed, self._target
+        new, target, replaced = self._new, self._target, list[str]()
         assert new is not None
-        root, replaced = os.path.join(target, ROOT_NAME), list[str]()
-        if self.prefix:
+        root = os.path.join(target, ROOT_NAME)
+        if not self.prefix:
+            new.move(target, replaces=os.path.islink(target) or os.path.lexists(root))
+        else:
             names = [name for name in os.listdir(target) if is_ours(name)]
             if missing := sorted(self._written - set(names)):
                 raise FileExistsError(
@@ -237,25 +220,19 @@ class LocalDraft:
                 )
             if os.path.lexists(root):
                 _delete_export(target)
-            os.rename(new.path, root)
+            os.rename(os.path.join(new.path, ROOT_NAME), root)
             kept = (self.prefix, *map(prefix_of, new.living))
             replaced = [os.path.join(target, name) for name in names if not name.startswith(kept)]
-        else:
-            keep_owner_and_mode(target, new.path)
-            if not (os.path.islink(target) or os.path.lexists(root)):
-                os.rename(new.path, target)  # which replaces nothing but an empty directory
-            elif not exchange(new.path, target):
-                raise FileExistsError(f"another process saved to {target!r} since this save began")
-        new.publish(replaced, sync=self._storage.sync_files)
+        new.publish(replaced, sync=self._syncs)
 
     def discard(self) -> None:
         """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
-        if self._claimed is not None and self._claimed.is_held:
+        if self._new is not None and self._new.is_held:
             with suppress(OSError):
                 for name in os.listdir(self._target) if self.prefix else ():
                     if name.startswith(self.prefix):
                         delete(os.path.join(self._target, name))
-            self._claimed.drop()
+            self._new.drop()
 
 
 def _can_exchange(folder: str) -> bool:
@@ -292,15 +269,13 @@ def _delete_export(directory: str) -> None:
 class LocalReader:
     """Reader of a directory, which opens only regular files, relative to the directory's descriptor. Thread-safe.
 
+    Raises FileNotFoundError if there is no directory, or with ``is_checkpoint`` no root index in it.
+
     Args:
         path: of the directory.
         follow_links: don't refuse symbolic links, for other programs' directories: Hugging Face's cache has links.
-        is_checkpoint: tell when another checkpoint is at the path; names are those in the indexes, without the prefix
-            of a directory that was filled in place.
+        is_checkpoint: it may have been filled in place, and another checkpoint may replace it.
         fetch: called with the name of a file before it is opened.
-
-    Raises:
-        FileNotFoundError: if there is no directory, or with ``is_checkpoint`` no root index in it.
     """
 
     high_latency = False

@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
-from lightning_shardckpt.storage.local_files import locked
+from lightning_shardckpt.storage.local_files import LOCK_WAIT_S, locked
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.host import TUNING, Tuning
 
@@ -30,8 +30,13 @@ _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
-_TURN_WAIT_S = 3600.0  # for another process of this machine that uploads
 _first_process = list[int]()  # the process that used obstore
+_ERRORS = {  # of obstore
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.EEXIST,
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+}
 
 
 class ObjectStat(NamedTuple):
@@ -49,6 +54,9 @@ class ObjectStore:
         options: by fsspec's names, and ``throttle_uploads``: only one process of each machine uploads at a time.
         tuning: of requests: sizes, attempts, times.
 
+    Attributes:
+        conditional: True if ``put`` compares and writes in one step with respect to all writers.
+
     Raises:
         ValueError: if the protocol is unknown, or the URL names no bucket.
         TypeError: for an unknown option.
@@ -58,12 +66,14 @@ class ObjectStore:
 
     def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:
         protocol, _, rest = url.partition("://")
-        self._tuning, self._is_forkable, given = tuning, protocol in _FSSPEC, dict(options)
-        self._throttles = given.pop("throttle_uploads", False)
-        self._root = f"{protocol}://" if self._is_forkable else f"{protocol}://{rest.partition('/')[0]}/"
-        self._bucket: Any = (_FsspecBucket if self._is_forkable else partial(_open_bucket, tuning))(url, given)
-        self.conditional = True
-        """True if ``put`` compares and writes in one step with respect to all writers."""
+        given, self._is_forkable, self.conditional = dict(options), protocol in _FSSPEC, True
+        self._throttles, self._part_bytes = given.pop("throttle_uploads", False), tuning.upload_part_bytes
+        if self._is_forkable:
+            self._root = f"{protocol}://"
+            self._bucket: Any = _FsspecBucket(protocol, given)
+        else:
+            self._root = f"{protocol}://{rest.partition('/')[0]}/"
+            self._bucket = _open_bucket(url, given, tuning)
 
     def stat(self, url: str) -> ObjectStat:
         """Return the size and the tag of an object. Raises FileNotFoundError."""
@@ -72,11 +82,9 @@ class ObjectStore:
 
     def exists(self, url: str) -> bool:
         """Return True if an object is at the URL itself."""
-        try:
-            self.stat(url)
-        except FileNotFoundError:
-            return False
-        return True
+        with suppress(FileNotFoundError):
+            return bool(self.stat(url))
+        return False
 
     def read(self, url: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``, which must exist."""
@@ -137,9 +145,8 @@ class ObjectStore:
         A small object is sent with one request, a larger one in pieces, several at a time; after an error, obstore
         aborts the upload. Pieces are larger for an object of ``nbytes`` that would have more of them than S3 takes.
         """
-        piece_bytes = max(self._tuning.upload_part_bytes, -(-nbytes // _MOST_PIECES))
-        turn = machine_upload_lock() if self._throttles else nullcontext()
-        with turn, self._call("writing", url) as (bucket, key):
+        piece_bytes = max(self._part_bytes, -(-nbytes // _MOST_PIECES))
+        with machine_upload_lock() if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
             pieces = _pieces(parts, piece_bytes)
             first, second = next(pieces, b""), next(pieces, None)
             if second is None:
@@ -154,7 +161,7 @@ class ObjectStore:
         Empty ones may be markers of folders, as consoles make them.
         """
         with self._call("listing", folder) as (bucket, key):
-            found = [*chain.from_iterable(bucket.list(key))]
+            found = chain.from_iterable(bucket.list(key))
             return {entry["path"].removeprefix(key).removeprefix("/"): _stat(entry) for entry in found}
 
     def delete(self, urls: Iterable[str]) -> None:
@@ -190,19 +197,13 @@ class ObjectStore:
         try:
             yield self._bucket, self._key(url)
         except Exception as error:
-            name, module = type(error).__name__, type(error).__module__
-            if not isinstance(error, FileNotFoundError) and not module.startswith(("obstore.", "aiohttp.")):
+            is_missing, name = isinstance(error, FileNotFoundError), type(error).__name__
+            if not is_missing and not type(error).__module__.startswith(("obstore.", "aiohttp.")):
                 raise
-            text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-            message = f"{action} {url}: {text or name}"
-            if isinstance(error, FileNotFoundError):
-                raise FileNotFoundError(errno.ENOENT, message) from error
-            if name in ("AlreadyExistsError", "PreconditionError"):
-                raise FileExistsError(f"another object is at {url}") from error
-            if name in ("PermissionDeniedError", "UnauthenticatedError"):
-                message += "; the store does not permit it: check the credentials"
-                raise PermissionError(errno.EACCES, message) from error
-            raise OSError(errno.EIO, message) from error
+            code = errno.ENOENT if is_missing else _ERRORS.get(name, errno.EIO)
+            text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or name
+            advice = "; the store does not permit it: check the credentials" if code == errno.EACCES else ""
+            raise OSError(code, f"{action} {url}: {text}{advice}") from error
 
 
 def _stat(found: Any) -> ObjectStat:
@@ -225,29 +226,16 @@ def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-@contextmanager
-def machine_upload_lock(wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
-    """Hold the upload lock, so that only one thread of this user's processes on this machine uploads.
-
-    Without locks in the file system, does not wait.
-
-    Raises:
-        TimeoutError: if the lock is not available within ``wait_s``.
-    """
-    path = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")
-    with locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, wait_s) as file:
-        if file is None:
-            raise TimeoutError(f"other ranks of this machine have uploaded for {wait_s:g} s ({path} is locked)")
-        yield
+def machine_upload_lock(wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[int]:
+    """Return the lock with which only one thread of this user's processes on this machine uploads."""
+    return locked(os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}"), wait_s)
 
 
 # ── obstore ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
-
-# obstore's names of options by fsspec's (s3fs, gcsfs, adlfs); a dot leads into a dictionary. Empty: for `find_aws`.
-_NAMES: dict[str, dict[str, str]] = {
+_PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_OPTIONS: dict[str, dict[str, str]] = {
     "s3": {
         "endpoint_url": "endpoint",
         "client_kwargs.endpoint_url": "endpoint",
@@ -265,10 +253,11 @@ _NAMES: dict[str, dict[str, str]] = {
         "anon": "skip_signature",
     },
 }
+"""obstore's names by those of s3fs, gcsfs and adlfs; a dot leads into a dictionary. Empty: for ``find_aws``."""
 _CLIENT = ("config_kwargs.connect_timeout", "config_kwargs.read_timeout", "client_kwargs.verify")
 
 
-def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
+def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
     """Return obstore's store for the bucket of a URL; raises like ``ObjectStore``."""
     protocol, _, rest = url.partition("://")
     bucket, kind = rest.partition("/")[0], _PROTOCOLS.get(protocol)
@@ -276,41 +265,21 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
         protocols = ", ".join(f"{name}://" for name in (*_PROTOCOLS, "memory"))
         raise ValueError(f"{url!r} is no path of a checkpoint: they are in file systems or at {protocols}")
     try:
-        import obstore.store
+        from obstore import store as stores
     except ImportError as error:
         raise ImportError(f'{url!r} can\'t be opened: {error}; pip install "lightning-shardckpt[s3]"') from error
 
-    stores: Any = obstore.store  # its typed dictionaries can't be built from tables
-    flat = dict[str, Any]()
+    given = dict[str, Any]()
     for name, value in options.items():
-        flat |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, Mapping) else {name: value}
-    names = _NAMES[kind]
-    if unknown := sorted(flat.keys() - {*names, *_CLIENT}):
+        given |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+    known = (*_OPTIONS[kind], *_CLIENT)
+    if unknown := sorted(given.keys() - {*known}):
         raise TypeError(
-            f"unknown storage_options for {url!r}: {', '.join(unknown)}; known are "
-            f"{', '.join(sorted((*names, *_CLIENT)))} (a dot leads into a dictionary) and throttle_uploads"
+            f"unknown storage_options for {url!r}: {', '.join(unknown)}; known are {', '.join(sorted(known))} (a dot "
+            "leads into a dictionary) and throttle_uploads"
         )
-    config = {own: value for name, value in flat.items() if (own := names.get(name))}
-    verify = flat.get("client_kwargs.verify", True)
-    common = {
-        "client_options": {
-            "allow_http": True,
-            "timeout": timedelta(minutes=10),  # of a stalled connection
-            "connect_timeout": timedelta(seconds=flat.get("config_kwargs.connect_timeout", 10)),
-            "read_timeout": timedelta(seconds=flat.get("config_kwargs.read_timeout", 30)),
-            **({"allow_invalid_certificates": True} if verify is False else {}),
-            **({"root_certificate": Path(verify).read_bytes()} if not isinstance(verify, bool) else {}),
-        },
-        "retry_config": {
-            "max_retries": tuning.retry_attempts - 1,
-            "retry_timeout": timedelta(seconds=tuning.retry_total_s),
-            "backoff": {
-                "base": 2,
-                "init_backoff": timedelta(seconds=tuning.retry_pause_s),
-                "max_backoff": timedelta(seconds=tuning.retry_longest_pause_s),
-            },
-        },
-    }
+    config: Any = {new: given[name] for name, new in _OPTIONS[kind].items() if new and name in given}
+    common = _client_options(given, tuning)
     if kind == "gs":
         token = config.pop("token", None)
         if token == "anon":
@@ -322,8 +291,30 @@ def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
         bucket, _, host = bucket.partition("@")  # abfss://container@account.dfs.core.windows.net/…
         account = {"account_name": host.partition(".")[0]} if host else {}
         return stores.AzureStore(bucket, config={**account, **config}, **common)
-    found, provider = find_aws(url, flat)
+    found, provider = find_aws(url, given)
     return stores.S3Store(bucket, config={**found, **config}, credential_provider=provider, **common)
+
+
+def _client_options(given: Mapping[str, Any], tuning: Tuning) -> Any:
+    """Return obstore's options of connections and retries; typed dictionaries can't be built from tables."""
+    verify = given.get("client_kwargs.verify", True)
+    client = {
+        "allow_http": True,
+        "timeout": timedelta(minutes=10),  # of a stalled connection
+        "connect_timeout": timedelta(seconds=given.get("config_kwargs.connect_timeout", 10)),
+        "read_timeout": timedelta(seconds=given.get("config_kwargs.read_timeout", 30)),
+    }
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif verify is not True:
+        client["root_certificate"] = Path(verify).read_bytes()
+    pauses = {"init_backoff": tuning.retry_pause_s, "max_backoff": tuning.retry_longest_pause_s}
+    retry = {
+        "max_retries": tuning.retry_attempts - 1,
+        "retry_timeout": timedelta(seconds=tuning.retry_total_s),
+        "backoff": {"base": 2, **{name: timedelta(seconds=seconds) for name, seconds in pauses.items()}},
+    }
+    return {"client_options": client, "retry_config": retry}
 
 
 def find_aws(
@@ -361,13 +352,9 @@ def find_aws(
         )
 
     def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _KEPT_FOR,
-        }
+        key, secret, token = credentials.get_frozen_credentials()[:3]
+        expires_at = datetime.now(UTC) + _KEPT_FOR
+        return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires_at}
 
     return found, provide
 
@@ -380,10 +367,9 @@ class _FsspecBucket:
 
     _putting = threading.Lock()
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only these URLs need it
 
-        protocol = url.partition("://")[0]
         self._root, self._fs = f"{protocol}://", fsspec.filesystem(protocol, **options)
 
     def head(self, key: str) -> dict[str, Any]:

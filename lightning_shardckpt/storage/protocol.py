@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from lightning_shardckpt.format.index import PREFIXED_NAME
+from lightning_shardckpt.format.index import PREFIXED_NAME, is_ours
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
@@ -101,6 +101,16 @@ def names_of_save(stored: Iterable[str], prefix: str) -> list[str]:
     """
     names = [name.removeprefix(prefix) for name in stored]
     return sorted(name for name in names if not prefix or not (name[:1] == "." or PREFIXED_NAME.fullmatch(name)))
+
+
+def names_to_remove(stored: Iterable[str], prefix: str) -> list[str]:
+    """Return the stored names that a removal of a checkpoint deletes: none of other saves, finished or not.
+
+    >>> names_to_remove(["5afe5afe5afe5afe-a", "0000000000000000-a", "thesis", "x.json"], "5afe5afe5afe5afe-")
+    ['5afe5afe5afe5afe-a']
+    """
+    names = filter(is_ours, stored)
+    return [name for name in names if name.startswith(prefix or "?") or not PREFIXED_NAME.fullmatch(name)]
 
 
 def read_all(reader: Reader, name: str) -> bytes:

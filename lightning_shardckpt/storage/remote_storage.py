@@ -29,10 +29,9 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local_files import locked, make_directories, write_at
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.object_store import ObjectStore
-from lightning_shardckpt.storage.protocol import Bytes, Reader, names_of_save, read_all
+from lightning_shardckpt.storage.protocol import Bytes, Reader, names_of_save, names_to_remove, read_all
 
 _WINDOW_BYTES, _THREADS = 8 << 20, 8  # of downloads
-_DOWNLOAD_WAIT_S = 3600.0  # for another process of this machine that downloads the same file
 
 
 class RemoteStorage:
@@ -44,15 +43,10 @@ class RemoteStorage:
         self._objects = objects
 
     def open(self, path: str) -> RemoteReader:
-        """Open the checkpoint at ``path``.
-
-        Raises:
-            CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
-            PermissionError: if the store denies access.
-        """
+        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError if there is none, or it is incomplete."""
         url = _checked(path)
         try:
-            return RemoteReader(self._objects, url, self._objects.get(f"{url}/{ROOT_NAME}")[0])
+            return RemoteReader(self._objects, url)
         except FileNotFoundError:
             self._objects.list(url)  # raises if there is no such bucket
             raise CheckpointNotFoundError(
@@ -65,21 +59,14 @@ class RemoteStorage:
         return RemoteDraft(self._objects, _checked(path), save_id)
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint at ``path``: first the root index, then its other files.
+        """Delete the checkpoint at ``path``, after its root index. Files of other saves, finished or not, stay.
 
-        Files of other saves, finished or not, stay.
-
-        Returns:
-            Notes about files that could not be deleted.
-
-        Raises:
-            CheckpointNotFoundError: if there is none.
+        Returns notes about files that could not be deleted. Raises CheckpointNotFoundError if there is none.
         """
-        url, prefix = _checked(path), self.open(path).prefix or "?"  # which no name has
-        names = [name for name in self._objects.list(url) if is_ours(name)]
+        url, prefix = _checked(path), self.open(path).prefix
+        names = names_to_remove(self._objects.list(url), prefix)
         self._objects.delete(f"{url}/{name}" for name in names if is_export(name))
         self._objects.delete([f"{url}/{ROOT_NAME}"])
-        names = [name for name in names if name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)]
         try:
             self._objects.delete(f"{url}/{name}" for name in names)
         except OSError as error:
@@ -117,8 +104,7 @@ class RemoteDraft:
     def begin(self) -> None:
         """Check the path, and remember its root index, on which the commit depends.
 
-        Raises:
-            FileExistsError: if an object is at the path, or objects below it that are not a checkpoint.
+        Raises FileExistsError if an object is at the path, or objects below it that are not a checkpoint.
         """
         with suppress(FileNotFoundError):
             root, self._before = self._objects.get(f"{self._url}/{ROOT_NAME}")
@@ -145,40 +131,38 @@ class RemoteDraft:
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.
 
-        Raises:
-            FileExistsError: if another process saved to the path, or removed it, since this save began.
+        Raises FileExistsError if another process saved to the path, or removed it, since this save began.
         """
-        names = [*self._objects.list(self._url)]
+        url, names, was_conditional = self._url, [*self._objects.list(self._url)], self._objects.conditional
         if missing := sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in names):
             raise FileExistsError(
-                f"another process saved to {self._url!r} since this save began, and deleted {missing[0]} of this "
-                "save; let each job save to paths of its own"
+                f"another process saved to {url!r} since this save began, and deleted {missing[0]} of this save; let "
+                "each job save to paths of its own"
             )
         others = [name for name in names if is_ours(name) and not name.startswith(self.prefix)]
         leftovers = [name for name in others if PREFIXED_NAME.fullmatch(name) and not name.startswith(self._replaced)]
         self._delete(name for name in others if is_export(name))  # which is of the replaced one
-        compared = self._objects.conditional
         try:
-            self._objects.put(f"{self._url}/{ROOT_NAME}", self._root, self._before)
+            self._objects.put(f"{url}/{ROOT_NAME}", self._root, self._before)
         except FileExistsError:
             raise FileExistsError(
-                f"another process saved to {self._url!r}, or removed it, since this save began; let each job save to "
-                "paths of its own"
+                f"another process saved to {url!r}, or removed it, since this save began; let each job save to paths "
+                "of its own"
             ) from None
         self._begun = False
         if not self._objects.conditional:  # a save that this one did not stop may still be committed
             others, leftovers = [name for name in others if name not in leftovers], []
-        if compared and not self._objects.conditional:
-            self.notes.append(
-                f"the store of {self._url!r} can't compare and write in one step: of two jobs that save to one path "
-                "in the same instant, the later one counts; let each job save to paths of its own"
-            )
+            if was_conditional:
+                self.notes.append(
+                    f"the store of {url!r} can't compare and write in one step: of two jobs that save to one path in "
+                    "the same instant, the later one counts; let each job save to paths of its own"
+                )
         if leftovers:
-            self.notes.append(f"removed the leftover of an unfinished save at {self._url!r}")
+            self.notes.append(f"removed the leftover of an unfinished save at {url!r}")
         try:
             self._delete(others)
         except OSError as error:
-            self.notes.append(f"could not remove the replaced checkpoint at {self._url!r}: {error}")
+            self.notes.append(f"could not remove the replaced checkpoint at {url!r}: {error}")
 
     def discard(self) -> None:
         """Delete this save's objects, as far as possible."""
@@ -194,13 +178,14 @@ class RemoteDraft:
 
 
 class RemoteReader:
-    """Reader of a checkpoint in an object store. The root index is already in memory. Thread-safe."""
+    """Reader of a checkpoint in an object store. The root index is in memory from the beginning. Thread-safe."""
 
     high_latency = True
 
-    def __init__(self, objects: ObjectStore, url: str, root: bytes) -> None:
-        self._objects, self._url, self._root = objects, url, root
-        self.prefix, self._sizes = read_prefix(root[:HEAD_BYTES]) or "", {ROOT_NAME: len(root)}
+    def __init__(self, objects: ObjectStore, url: str) -> None:
+        self._objects, self._url = objects, url
+        self._root, _ = objects.get(f"{url}/{ROOT_NAME}")
+        self.prefix, self._sizes = read_prefix(self._root[:HEAD_BYTES]) or "", {ROOT_NAME: len(self._root)}
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""
@@ -262,19 +247,16 @@ def _download(reader: Reader, folder: str, name: str) -> None:
     if os.path.isfile(path):
         return
     size = reader.size(name)
-    with locked(f"{path}.part", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _DOWNLOAD_WAIT_S) as file:
-        if file is None:
-            raise TimeoutError(f"another process has been downloading {path!r} for {_DOWNLOAD_WAIT_S:g} s")
-        if os.path.isfile(path):  # another rank downloaded it meanwhile
-            return
 
-        def copy_window(begin: int) -> None:
-            window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
-            reader.read_into(name, begin, window)
-            write_at(file, window, begin)
+    def copy_window(begin: int) -> None:
+        window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
+        reader.read_into(name, begin, window)
+        write_at(file, window, begin)
 
-        os.ftruncate(file, size)
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(copy_window, range(0, size, _WINDOW_BYTES)))
-        os.fsync(file)  # from the rename on, the file counts as complete
-        os.rename(f"{path}.part", path)
+    with locked(f"{path}.part") as file:
+        if not os.path.isfile(path):  # else another rank downloaded it meanwhile
+            os.ftruncate(file, size)
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(copy_window, range(0, size, _WINDOW_BYTES)))
+            os.fsync(file)  # from the rename on, the file counts as complete
+            os.rename(f"{path}.part", path)

@@ -56,10 +56,9 @@ class StorageRouter:
 
     Args:
         local: the storage of the file system; ``LocalStorage`` by default.
-        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``; with
-            ``throttle_uploads: True``, only one process of each machine uploads at a time.
+        storage_options: for URLs, as in ``ObjectStore``.
         pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
-        tuning: of transfers to and from object stores: part sizes, thread counts, attempts, timeouts.
+        tuning: of requests to object stores.
     """
 
     def __init__(
@@ -77,9 +76,8 @@ class StorageRouter:
 
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
         """Return the same storage with other options for URLs; ``throttle_uploads`` stays if it is not among them."""
-        router, name = copy(self), "throttle_uploads"
-        router._buckets = {}
-        router._options = {name: self._options.get(name, False), **storage_options}
+        router, kept = copy(self), {"throttle_uploads": self._options.get("throttle_uploads", False)}
+        router._buckets, router._options = {}, {**kept, **storage_options}
         return router
 
     def backend(self, path: str) -> Storage:
@@ -128,11 +126,7 @@ def refuse_existing(path: str, storage: StorageRouter) -> None:
 
 
 def check_local(path: str) -> None:
-    """Check that an export can be written to a path.
-
-    Raises:
-        ValueError: if the path is a URL, or was one.
-    """
+    """Raise a ValueError if a path is a URL, or was one, where no export can be written."""
     if is_url(path):
         raise ValueError(f"{path!r} is a URL, but exports need a file system: export to a path, then upload")
     _check_not_mangled(path)

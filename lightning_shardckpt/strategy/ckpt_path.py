@@ -34,11 +34,8 @@ class JoiningLauncher(ScriptLauncher):
     """Starts missing processes, makes this one a rank, and keeps arguments that Lightning does not pass on.
 
     A single process starts no others, and sets no ``LOCAL_RANK`` in the environment: the next Trainer and child
-    processes would take it for a rank of this run. So a single process may be a notebook.
-
-    Args:
-        args: for Lightning's launcher.
-        join: makes this process one of the ranks.
+    processes would take it for a rank of this run. So a single process may be a notebook. ``args`` are for Lightning's
+    launcher, and ``join`` makes this process one of the ranks.
     """
 
     ckpt_path: str | os.PathLike[str] | None = None

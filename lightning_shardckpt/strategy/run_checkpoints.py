@@ -66,10 +66,7 @@ from lightning_shardckpt.system.threads import drain_all
 class Preemption:
     """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one.
 
-    Construct it before the Trainer registers its handlers.
-
-    Attributes:
-        is_told: True if this rank has got the signal.
+    Construct it before the Trainer registers its handlers. ``is_told`` is True if this rank has got the signal.
     """
 
     def __init__(self) -> None:
@@ -112,10 +109,7 @@ class _Loaded:
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
     """Return Lightning's checkpoint dict at a position, with the state of this rank alone, for ``ShardCkptIO``.
 
-    Args:
-        checkpoint: Lightning's dict; it is not changed.
-        position: the position in training.
-        share: this rank's part of the data.
+    ``share`` is this rank's part of the data.
     """
     checkpoint = {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
     if loops := checkpoint.get("loops"):
@@ -141,7 +135,6 @@ class RunCheckpoints:
 
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
-        stop_position: the position at the end of the last fit.
         has_left: True if the hooks after an exception are done.
     """
 
@@ -183,10 +176,7 @@ class RunCheckpoints:
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
 
-        Collective: every rank must call it.
-
-        Raises:
-            UnsupportedCodeError: with a BaseFinetuning callback.
+        Collective: every rank must call it. Raises UnsupportedCodeError with a BaseFinetuning callback.
         """
         if not self._is_fit or self.path_to_resume is None:
             return
@@ -207,12 +197,7 @@ class RunCheckpoints:
         ``on_load_checkpoint`` it holds entries that the module doesn't have yet. ``optimizer_states`` is None in a fit,
         so hooks that read it get Python's error.
 
-        Collective: every rank must call it.
-
-        Args:
-            io: attached to the ranks that load together.
-            path: of the checkpoint.
-            weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
+        Collective: every rank must call it. ``weights_only`` is by default the argument of the Trainer's method.
         """
         trainer, module, path = self._trainer, self._trainer.lightning_module, str(path)
         with gc_paused():
@@ -293,12 +278,7 @@ class RunCheckpoints:
         """Set the hyper-parameters that were loaded again.
 
         Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
-
-        Args:
-            states: ``optimizer_states`` of Lightning's dict, as the hooks left it.
-
-        Raises:
-            StateError: if hooks replaced ``optimizer_states``, or parameters of an optimizer.
+        Raises StateError if hooks replaced parameters of an optimizer, or ``optimizer_states``, which are ``states``.
         """
         loaded, self._loaded = self._loaded, None
         for optimizer, copies in (loaded.optimizers or ()) if loaded is not None else ():
@@ -359,12 +339,6 @@ class RunCheckpoints:
         """Write Lightning's checkpoint dict; after an exception only if all ranks have it.
 
         Collective: every rank must call it.
-
-        Args:
-            io: attached to the ranks that save together.
-            checkpoint: Lightning's dict.
-            path: of the checkpoint.
-            storage_options: for a URL.
         """
 
         def save() -> None:

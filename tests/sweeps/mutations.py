@@ -99,9 +99,9 @@ MUTATIONS = (
              "sync_directory(self._folder)  # if it fails", "pass  # if it fails", (_POWER,)),
     Mutation("the draft's directory is not synced before the rename", DURABLE, "storage/local_storage.py",
              "            sync_directory(directory)\n", "            pass\n", (_POWER,)),
-    Mutation("the old checkpoint is deleted before the new one is in place", ATOMIC, "storage/local_storage.py",
-             "            keep_owner_and_mode(target, new.path)\n",
-             "            keep_owner_and_mode(target, new.path)\n            delete(target)\n",
+    Mutation("the old checkpoint is deleted before the new one is in place", ATOMIC, "storage/local_files.py",
+             "        keep_owner_and_mode(target, self.path)\n        if not replaces:\n",
+             "        keep_owner_and_mode(target, self.path)\n        delete(target)\n        if True:\n",
              ("ranks/checkpoint/test_faults.py::"
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
     Mutation("on an object store, the root index is put when it is written", ATOMIC, "storage/remote_storage.py",
@@ -117,13 +117,14 @@ MUTATIONS = (
              "        if ROOT_NAME not in names and not all(", "        if False and not all(",
              ("unit/storage/test_storage.py::test_what_is_not_ours_is_never_replaced",)),
     Mutation("a directory is filled in place with the root index first", ATOMIC, "storage/local_storage.py",
-             "self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)",
-             "os.path.join(directory, (self.prefix if name != ROOT_NAME else '') + name)",
+             "if self.prefix and name != ROOT_NAME:\n            directory, stored = self._target, self.prefix + name",
+             "if self.prefix:\n"
+             "            directory, stored = self._target, name if name == ROOT_NAME else self.prefix + name",
              ("unit/storage/test_local.py",)),
     Mutation("files of the replaced checkpoint are deleted before the root index is in place", ATOMIC,
-             "storage/local_storage.py", "            os.rename(new.path, root)\n",
+             "storage/local_storage.py", "            os.rename(os.path.join(new.path, ",
              "            [delete(os.path.join(target, n)) for n in names if not n.startswith(self.prefix)]\n"
-             "            os.rename(new.path, root)\n",
+             "            os.rename(os.path.join(new.path, ",
              ("ranks/checkpoint/test_faults.py::"
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
     Mutation("a directory that is replaced gets another mode", "mode, owner and group stay", "storage/local_files.py",

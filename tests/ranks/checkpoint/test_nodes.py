@@ -34,7 +34,9 @@ def trained(
 ) -> dict[str, Any]:
     """Losses and the state at the end; every second step is saved."""
     io, keeps = ShardCkptIO(), ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    io.storage = StorageRouter(LocalStorage(visible_within_s))
+    local = LocalStorage()
+    local.visible_within_s = visible_within_s
+    io.storage = StorageRouter(local)
     for known in ("removed the leftover of an unfinished save", "The dirpath has changed"):
         warnings.filterwarnings("ignore", known)
     options: dict[str, Any] = {"num_nodes": nodes, "callbacks": [keeps], "enable_checkpointing": True, "plugins": [io]}

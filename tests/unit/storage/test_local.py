@@ -23,7 +23,7 @@ import torch
 from lightning_shardckpt import load, save
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
-from lightning_shardckpt.storage.local_files import open_output, temporary_name, this_machine
+from lightning_shardckpt.storage.local_files import open_output, temporary_path, this_machine
 from lightning_shardckpt.storage.local_storage import LocalDraft
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.tools.verify import verify
@@ -53,13 +53,13 @@ def put_without_exchange(path: str, **files: bytes) -> list[str]:
 
 
 def begun_elsewhere(path: str, save_id: str) -> tuple[LocalDraft, str]:
-    """A save that goes on on another machine, whose locks do not reach this one; and the path of its claim."""
+    """What a save on another machine, whose locks do not reach this one, has made so far; and its temporary path."""
     draft = begun(path, save_id, a=b"other")
     place = Path(path if draft.prefix else os.path.dirname(path))
-    claim = next(place.glob(f".tmp-*.{this_machine()}"))
-    other = claim.with_suffix("." + "f" * 16)
-    shutil.copy(claim, other)
-    claim.unlink()
+    temporary = next(place.glob(f".tmp-*.{this_machine()}"))
+    other = temporary.with_suffix("." + "f" * 16)
+    shutil.copytree(temporary, other)
+    shutil.rmtree(temporary)
     return draft, str(other)
 
 
@@ -258,17 +258,17 @@ def test_a_save_to_the_same_path_at_the_same_time_is_refused_and_changes_nothing
 
 
 def test_files_of_a_save_that_another_machine_may_be_writing_stay_for_an_hour(path: str) -> None:
-    other, claim = begun_elsewhere(path, ID)
-    place = os.path.dirname(claim)
+    other, temporary = begun_elsewhere(path, ID)
+    place = os.path.dirname(temporary)
     assert put(LOCAL, path, OTHER_ID, a=b"new") == []
-    assert content(LOCAL, path) == {"a": b"new"} and os.path.exists(claim)
+    assert content(LOCAL, path) == {"a": b"new"} and os.path.exists(temporary)
     made_old(place)
     if not other.prefix:
-        os.utime(next(Path(place).glob(".tmp-*/a")))
-        assert put(LOCAL, path, THIRD_ID) == [] and os.path.exists(claim)  # one file is young
+        os.utime(f"{temporary}/a")
+        assert put(LOCAL, path, THIRD_ID) == [] and os.path.exists(temporary)  # one file is young
         made_old(place)
     put(LOCAL, path, "3" * 32)
-    assert not os.path.exists(claim) and beside(path) == [] and len(os.listdir(path)) == 1
+    assert not os.path.exists(temporary) and beside(path) == [] and len(os.listdir(path)) == 1
 
 
 def test_a_save_whose_files_were_deleted_is_not_committed(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_directory_that_another_save_began_to_fill_is_not_replaced(tmp_path: P
     path = str(tmp_path / "a.ckpt")
     draft = begun(path)
     os.mkdir(path)
-    other, _ = begun_elsewhere(path, THIRD_ID)
+    other = begun(path, THIRD_ID, a=b"other")
     with pytest.raises(OSError, match=r"Directory not empty: .* -> '.*a\.ckpt'"):
         finish(draft)
     draft.discard()
@@ -335,21 +335,20 @@ def test_what_a_killed_save_or_export_leaves_is_removed_and_told(path: str) -> N
 
 @beside_only
 def test_what_only_looks_like_a_leftover_and_what_links_in_one_name_are_left_alone(path: str, tmp_path: Path) -> None:
-    names = [f".tmp-{'A' * 16}-{ID}", f".tmp-{'a' * 16}-{ID}0", f"x.tmp-{'a' * 16}-{ID}"]
+    machine = this_machine()
+    names = [f".tmp-{'A' * 16}-{ID}.{machine}", f".tmp-{'a' * 16}-{ID}.{machine}0", f"x.tmp-{'a' * 16}-{ID}.{machine}"]
     for name in names:
         (Path(path).parent / name).mkdir()
+    folder = os.path.dirname(path)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
 
     def leave() -> None:
         begun(path, a=b"")
-        os.symlink(tmp_path / "precious", os.path.join(temporary_name(path, OTHER_ID), "to a directory"))
-        link = temporary_name(path + "2", ID)
-        os.symlink(tmp_path / "precious", link)
-        Path(f"{link}.{this_machine()}").touch()
+        os.symlink(tmp_path / "precious", os.path.join(temporary_path(path, OTHER_ID, folder), "to a directory"))
+        os.symlink(tmp_path / "precious", temporary_path(path + "2", ID, folder))
 
     killed(leave)
-    made_old(os.path.dirname(path))
     assert len(put(LOCAL, path, ID)) == 2
     assert beside(path) == sorted(names) and os.listdir(tmp_path / "precious") == ["thesis"]
 
@@ -361,9 +360,9 @@ def test_what_cannot_be_removed_is_told_and_the_save_succeeds(path: str, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refusing(errno.EPERM))
         said = put(LOCAL, path, OTHER_ID, a=b"new")
-        assert [note[:29] for note in said] == ["could not remove the leftover", "could not remove the replaced"]
+        assert [note[:30] for note in said] == ["could not remove the leftover ", "could not remove what was repl"]
         assert content(LOCAL, path) == {"a": b"new"}
-        assert LOCAL.remove(path)[-1].startswith("could not remove the deleted checkpoint")
+        assert LOCAL.remove(path)[-1].startswith("could not remove all files of the deleted checkpoint")
     with pytest.raises(CheckpointNotFoundError):
         LOCAL.open(path)
     assert put(LOCAL, path, ID) and beside(path) == []
@@ -375,7 +374,7 @@ def test_without_locks_leftovers_are_left_for_an_hour(path: str, monkeypatch: py
     for save_id in (ID, THIRD_ID):
         assert put(LOCAL, path, save_id, a=b"2") == []
         assert content(LOCAL, path) == {"a": b"2"}
-    assert len([*Path(path).parent.rglob(".tmp-*")]) == 2
+    assert len([*Path(path).parent.rglob(".tmp-*")]) == 1
     made_old(os.path.dirname(path))
     assert len(put(LOCAL, path, "3" * 32)) == 1 and not [*Path(path).parent.rglob(".tmp-*")]
 
@@ -406,7 +405,7 @@ def test_nothing_is_deleted_if_it_is_unknown_whether_the_new_name_is_durable(
             draft.publish()
         draft.discard()
     assert content(LOCAL, path) == {"a": b"new"}
-    name, _ = beside(path)
+    (name,) = beside(path)
     assert (Path(path).parent / name / "a").read_bytes() == b"old"
 
 
