@@ -6,8 +6,8 @@ reach other machines, or may not exist: another one is a leftover if it has not 
 other processes is deleted, and never the target of a link.
 
 Locks are advisory ``flock`` locks on open files, which the kernel releases when the process that holds them ends. A
-process that was forked in the meantime, such as a data loader's worker, shares them, so they are always unlocked
-explicitly, not by closing. Some network file systems have no locks.
+process that was forked in the meantime, such as a data loader's worker, shares them: they are unlocked explicitly, not
+by closing. Some network file systems have no locks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -41,6 +41,18 @@ _AT_FDCWD, _EXCHANGE = -100, 2  # RENAME_EXCHANGE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NAME = re.compile(r"(\.tmp-[0-9a-f]{16}-)([0-9a-f]{32})\.([0-9a-f]{16})")  # target, save, machine
+
+
+@contextmanager
+def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
+    """Open a file or directory for a context, at the end of which it is unlocked."""
+    file = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
 
 
 @contextmanager
@@ -70,12 +82,8 @@ def make_directories(path: str, *, sync: bool = True) -> None:
 
 def sync_directory(path: str) -> None:
     """Sync a directory, which makes the names in it durable."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with errors_with_path(path):
-            os.fsync(directory)
-    finally:
-        os.close(directory)
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory, errors_with_path(path):
+        os.fsync(directory)
 
 
 def exchange(one: str, other: str) -> bool:
@@ -179,15 +187,13 @@ def locked(path: str, wait_s: float = LOCK_WAIT_S, *, is_folder: bool = False) -
     If another process holds it for longer than ``wait_s``, raises TimeoutError, or for a folder proceeds without.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    file, deadline = os.open(path, flags | os.O_CLOEXEC, 0o600), time.monotonic() + wait_s
-    try:
+    deadline = time.monotonic() + wait_s
+    with opened(path, flags, 0o600) as file:
         while (is_locked := _try_lock(file)) is False and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if is_locked is False and not is_folder:
             raise TimeoutError(f"another process of this machine has held the lock of {path!r} for {wait_s:g} s")
         yield file
-    finally:
-        _release(file)
 
 
 def _try_lock(file: int) -> bool | None:
@@ -201,12 +207,6 @@ def _try_lock(file: int) -> bool | None:
             return None
         raise
     return True
-
-
-def _release(file: int) -> None:
-    with suppress(OSError):  # the file system has no locks
-        fcntl.flock(file, fcntl.LOCK_UN)
-    os.close(file)
 
 
 # ── temporaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,7 +249,7 @@ class Temporary:
     """
 
     def __init__(self, target: str, save_id: str, folder: str | None = None) -> None:
-        self._folder, self._file = os.path.dirname(target) if folder is None else folder, -1
+        self._folder, self._lock = os.path.dirname(target) if folder is None else folder, ExitStack()
         self.path = temporary_path(target, save_id, self._folder)
         self.is_held, self.notes, self.living = True, list[str](), set[str]()
         try:
@@ -264,11 +264,11 @@ class Temporary:
                             f"holds {path!r}); let each job save to paths of its own"
                         )
                 os.mkdir(self.path)
-                self._file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                _try_lock(self._file)
+                file = self._lock.enter_context(opened(self.path, os.O_RDONLY | os.O_DIRECTORY))
+                _try_lock(file)
             if others:
                 sync_directory(self._folder)  # else a loss of power might bring back the name of what is deleted here
-            quiet_since = os.fstat(self._file).st_mtime - _QUIET_S  # by the clock of the file system
+            quiet_since = os.fstat(file).st_mtime - _QUIET_S  # by the clock of the file system
             for path, match in others.items():
                 is_dead = free[path] and match[3] == this_machine()
                 if not is_dead and (free[path] is False or _last_change(path) > quiet_since):
@@ -311,21 +311,17 @@ class Temporary:
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._file >= 0:
-            _release(self._file)
-        self.is_held, self._file = False, -1
+        self.is_held = False
+        self._lock.close()
 
 
 def _is_free(path: str) -> bool | None:
     """Return False if a process holds a temporary; None if that is unknown, since it can't be opened or locked."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+            return _try_lock(file)
     except OSError as error:
         return True if error.errno == errno.ELOOP else None  # a link, which a save replaced
-    try:
-        return _try_lock(file)
-    finally:
-        _release(file)
 
 
 def _last_change(path: str) -> float:
@@ -370,13 +366,9 @@ def open_output(
     def create(name: str) -> Iterator[int]:
         place = content if is_file else os.path.join(content, name)
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        file = os.open(place, os.O_RDWR | os.O_CLOEXEC | (0 if is_file else os.O_CREAT | os.O_EXCL), 0o666)
-        try:
+        with opened(place, os.O_RDWR | (0 if is_file else os.O_CREAT | os.O_EXCL)) as file, errors_with_path(place):
             yield file
-            with errors_with_path(place):
-                os.fsync(file)
-        finally:
-            os.close(file)
+            os.fsync(file)
 
     try:
         if is_file:
@@ -384,8 +376,7 @@ def open_output(
         if not keep_owner_and_mode(target, content, writable=True):
             text = "its owner or group can't be kept: delete it, or give another path"
             raise PermissionError(errno.EPERM, text, target)
-        with errors_with_path(content):
-            yield create, new.notes
+        yield create, new.notes
         for folder, _, _ in os.walk(new.path, topdown=False):
             sync_directory(folder)
         if not is_file:

@@ -147,12 +147,13 @@ class ObjectStore:
         """
         piece_bytes = max(self._part_bytes, -(-nbytes // _MOST_PIECES))
         with machine_upload_lock() if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
-            pieces = _pieces(parts, piece_bytes)
-            first, second = next(pieces, b""), next(pieces, None)
-            if second is None:
-                bucket.put(key, first, use_multipart=False)
+            copies, first = map(bytes, parts), bytearray()  # obstore keeps references to its input
+            while len(first) <= piece_bytes and (copy := next(copies, None)) is not None:
+                first += copy
+            if len(first) <= piece_bytes:
+                bucket.put(key, bytes(first), use_multipart=False)
             else:
-                content = chain((first, second), pieces)
+                content = chain((bytes(first),), copies)
                 bucket.put(key, content, use_multipart=True, chunk_size=piece_bytes, max_concurrency=_UPLOADS)
 
     def list(self, folder: str) -> dict[str, ObjectStat]:
@@ -210,22 +211,6 @@ def _stat(found: Any) -> ObjectStat:
     return ObjectStat(found["size"], {name: found[name] for name in ("e_tag", "version") if found.get(name)})
 
 
-def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
-    """Copy parts into pieces of equal size, the last one perhaps smaller: obstore keeps references to its input."""
-    piece = bytearray()
-    for part in parts:
-        left = memoryview(part)
-        while len(left):
-            room = piece_bytes - len(piece)
-            piece += left[:room]
-            left = left[room:]
-            if len(piece) == piece_bytes:
-                yield bytes(piece)
-                piece.clear()
-    if piece:
-        yield bytes(piece)
-
-
 def machine_upload_lock(wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[int]:
     """Return the lock with which only one thread of this user's processes on this machine uploads."""
     return locked(os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}"), wait_s)
@@ -265,10 +250,11 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
         protocols = ", ".join(f"{name}://" for name in (*_PROTOCOLS, "memory"))
         raise ValueError(f"{url!r} is no path of a checkpoint: they are in file systems or at {protocols}")
     try:
-        from obstore import store as stores
+        import obstore.store
     except ImportError as error:
         raise ImportError(f'{url!r} can\'t be opened: {error}; pip install "lightning-shardckpt[s3]"') from error
 
+    stores: Any = obstore.store  # its typed dictionaries can't be built from tables
     given = dict[str, Any]()
     for name, value in options.items():
         given |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -278,7 +264,7 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
             f"unknown storage_options for {url!r}: {', '.join(unknown)}; known are {', '.join(sorted(known))} (a dot "
             "leads into a dictionary) and throttle_uploads"
         )
-    config: Any = {new: given[name] for name, new in _OPTIONS[kind].items() if new and name in given}
+    config = {new: given[name] for name, new in _OPTIONS[kind].items() if new and name in given}
     common = _client_options(given, tuning)
     if kind == "gs":
         token = config.pop("token", None)
@@ -295,10 +281,10 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
     return stores.S3Store(bucket, config={**found, **config}, credential_provider=provider, **common)
 
 
-def _client_options(given: Mapping[str, Any], tuning: Tuning) -> Any:
-    """Return obstore's options of connections and retries; typed dictionaries can't be built from tables."""
+def _client_options(given: Mapping[str, Any], tuning: Tuning) -> dict[str, Any]:
+    """Return obstore's options of connections and retries."""
     verify = given.get("client_kwargs.verify", True)
-    client = {
+    client: dict[str, Any] = {
         "allow_http": True,
         "timeout": timedelta(minutes=10),  # of a stalled connection
         "connect_timeout": timedelta(seconds=given.get("config_kwargs.connect_timeout", 10)),

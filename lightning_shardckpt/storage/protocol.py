@@ -87,9 +87,9 @@ class Storage(Protocol):
         """Return a draft of a checkpoint at ``path``; all ranks' drafts with one ``save_id`` form one checkpoint."""
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint at ``path``, and nothing else. Raises CheckpointNotFoundError.
+        """Delete the checkpoint at ``path``, and nothing else; return notes if some of its files could not be deleted.
 
-        Returns notes if it no longer exists at its path but could not be deleted completely.
+        Raises CheckpointNotFoundError.
         """
 
 

@@ -51,8 +51,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 class StorageRouter:
     """Storage for any path: the file system for paths and ``file://`` URLs, object stores for other URLs.
 
-    Its methods raise a ValueError for a URL of an unknown protocol or one that was converted to a ``Path``, a TypeError
-    for an unknown option, and an ImportError if a package for the protocol is missing.
+    Its methods raise a ValueError for a URL that was converted to a ``Path``, and errors of ``ObjectStore``.
 
     Args:
         local: the storage of the file system; ``LocalStorage`` by default.
