@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.placeholder import first_placeholder, leak_error
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
-from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
+from lightning_shardckpt.parallel.pipeline.side_effects import Change, ChangeRecorder, ModuleSnapshot, apply_changes
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 _HOST = torch.device("cpu")
@@ -85,23 +85,21 @@ class StepCall:
     ) -> None:
         self.name, self.batch, self.train = name, batch, train
         self._step, self._module, self._context, self._modules = step, module, context, pipeline.common
-        self._start = ModuleSnapshot(self._modules)
-        self._latest: ModuleSnapshot | None = self._start  # None if modules may have changed since
+        self._changes = ChangeRecorder(self._modules) if pipeline.has_last_stage else None
+        self._snapshot: ModuleSnapshot | None = None  # for the next early runs
         self._logged: list[tuple[float, list[_LogCall]]] = []
 
     # --- for the pipeline ---
 
     def run(self, batch: Any, share: float | None) -> Any:
-        """Run the step on a part of the batch; undo the changes in modules of a run without a ``share``."""
-        with self._recording(share), self._context():
-            if share is not None:
-                self._latest = None
+        """Run the step on a part of the batch; undo the effects on modules of a run without a ``share``."""
+        self._snapshot = None if share is not None else self._snapshot or ModuleSnapshot(self._modules.values())
+        try:
+            with self._recording(share), self._context():
                 return self._step(batch)
-            snapshot = self._latest = self._latest or ModuleSnapshot(self._modules)
-            try:
-                return self._step(batch)
-            finally:
-                snapshot.restore()
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.restore()
 
     def loss(self, output: Any) -> Tensor | None:
         """Return the loss in an output of the step.
@@ -123,12 +121,13 @@ class StepCall:
         output = _encode(f"the result of {self.name}", self._merge_outputs(outputs))
         groups = [{k: v for k, v in g.items() if isinstance(v, int | float | tuple)} for g in self._param_groups()]
         should_stop = self._module is not None and self._module.trainer.should_stop
-        return StepReport(output, self._start.changes(), self._logged, should_stop, groups)
+        assert self._changes is not None  # of the last stage
+        return StepReport(output, self._changes.changes(), self._logged, should_stop, groups)
 
     def apply_report(self, report: StepReport, device: torch.device, *, is_source: bool) -> Any:
         """Repeat the effects of the last stage on this rank, log its values, and return its output."""
         if not is_source:
-            self._start.apply(report.changes, device)
+            apply_changes(self._modules, report.changes, device)
             for group, numbers in zip(self._param_groups(), report.groups, strict=False):
                 group.update(numbers)
         if self._module is not None:

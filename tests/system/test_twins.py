@@ -73,7 +73,7 @@ REFUSED_IN_PIPELINES = {
     "Finetunes": "equal needs the value of net.",
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
-    "DrawsByItself": "draws of DrawsByItself is or holds a random generator",
+    "DrawsByItself": "draws of DrawsByItself is a random generator",
     "LoadsByAssignment": "a hook loads a state dict that doesn't fit",
     "ClonesByClass": "a hook loads a state dict that doesn't fit",
     "FollowsByTorch": "__float__ needs the value of net.",

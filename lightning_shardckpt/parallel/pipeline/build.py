@@ -37,6 +37,7 @@ from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import PIPELINES
+from lightning_shardckpt.system.random_generators import GENERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +270,13 @@ def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> N
             raise UnsupportedCodeError(
                 f"{clean} is an adapter of PEFT for single parameters (target_parameters), which adds and removes a "
                 "parametrization in each forward. A pipeline stage would undo that. Use target_modules, or "
+                "pipeline_parallel_size=1."
+            )
+        generator = next((key for key, value in vars(module).items() if isinstance(value, GENERATORS)), None)
+        if generator is not None:
+            raise UnsupportedCodeError(
+                f"{generator} of {type(module).__name__} is a random generator. In a pipeline a step runs several "
+                "times, on parts of the batch: use the global generators, draw in the dataloader, or use "
                 "pipeline_parallel_size=1."
             )
         config: Any = getattr(module, "config", None)

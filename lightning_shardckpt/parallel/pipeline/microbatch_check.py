@@ -91,7 +91,7 @@ class MicrobatchCheck:
     def __init__(self, root: nn.Module, staged: Sequence[nn.Module], stages: StageRunner, last: int) -> None:
         self._root, self._stages, self._last = root, stages, last
         here = set(staged)
-        self._own = {str(n): m for n, m in enumerate(root.modules()) if m in here and not withholds_state(m)}
+        self._own = [module for module in root.modules() if module in here and not withholds_state(module)]
         self._checked = set[str]()  # the names of steps
 
     def is_due(self, name: str) -> bool:
@@ -99,10 +99,6 @@ class MicrobatchCheck:
         is_first = name not in self._checked
         self._checked.add(name)
         return is_first
-
-    def check_generators(self) -> None:
-        """Raise an UnsupportedCodeError if a layer holds a random generator. Call it before `measure`."""
-        ModuleSnapshot(self._own)
 
     def measure(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
         """Run the layers on both slices, and return this rank's numbers for `differs`.
@@ -114,7 +110,7 @@ class MicrobatchCheck:
         """
         trial = replace(state, batches=[], sizes=[1] * _SLICES, scale=None, whole_steps=False, forwards={})
         precision, bounds = _Precision(), (0, 0, 0)
-        snapshot = ModuleSnapshot(self._own if failure is None else {})  # after a failure no layer runs
+        snapshot = ModuleSnapshot(self._own if failure is None else ())  # after a failure no layer runs
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
             try:
                 trial.batches, bounds = slice_for_trial(state.step.batch, len(state.batches))

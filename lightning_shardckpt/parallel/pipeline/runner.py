@@ -130,7 +130,6 @@ class PipelineRunner:
         with preserve_rng():  # each run starts from a seed of its own
             failure = _catch(self._split_and_probe, state)
             if count > 1 and self._microbatch_check.is_due(step.name):
-                failure = failure or _catch(self._microbatch_check.check_generators)
                 self._check_microbatches(state, failure)
             report, checksums = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
