@@ -25,7 +25,7 @@ from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, descr
 from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.safetensors_export import export_beside
+from lightning_shardckpt.export.consolidation import export_beside
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.model import WholeNames

@@ -257,7 +257,7 @@ def _consolidate(options: Namespace) -> int:
     from lightning_shardckpt.export.consolidation import consolidate
 
     given = {name: value for name, value in options.items() if value is not None}
-    given["key_mapping"] = KeyMapping.of_texts(given.get("key_mapping", ()), "key_mapping")
+    given["key_mapping"] = KeyMapping.of_texts(given.get("key_mapping", ()))
     print(f"{consolidate(**given)} is written")
     return 0
 

@@ -177,7 +177,7 @@ class LazyTensor:
             self.source.checked_shape(self.component, self.key)
         part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
         parts, memory = (Part(box, (0,) * len(box.start)),), bytes_of(part)
-        requests = self.source.requests(self.component, self.key, parts, box.shape, memory)
+        requests = self.source.table[self.component][self.key].requests(parts, box.shape, memory)
         fetch(self.source, requests, verify=self.source.verify)
         return part[rest]
 
@@ -207,11 +207,12 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self._tensors, components = source, dict[str, LazyTensor](), source.components()
-        for component in filter(components.__contains__, COMPONENTS):
+        self.source, self._tensors = source, dict[str, LazyTensor]()
+        for component in COMPONENTS:
+            stored = source.component(component)
             prefix = "" if component == "model" else f"{component}/"
-            for name, key in components[component].names.items():
-                spec = components[component].tensors[key]
+            for name, key in stored.names.items():
+                spec = stored.tensors[key]
                 about = spec.dtype, spec.shape, bytes_in(spec.shape, spec.dtype)
                 # on a collision, the model's name wins
                 self._tensors.setdefault(prefix + name, LazyTensor(prefix + name, *about, source, component, key))

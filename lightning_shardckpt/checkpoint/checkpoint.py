@@ -29,7 +29,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError
 from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.sources.open_source import open_on_ranks
-from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
 from lightning_shardckpt.sources.source import assemble
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
@@ -350,10 +350,9 @@ def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool,
     with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as (source, _):
 
         def whole(component: str, key: str) -> torch.Tensor:
-            spec = source.components()[component].tensors[key]
-            shape = source.checked_shape(component, key)
-            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]))
-            read_targets(source, [target])
+            shape, dtype = source.checked_shape(component, key), source.table[component][key].spec.dtype
+            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[dtype]))
+            plan_reads(source, [target])()
             return target.tensor
 
         return assemble(source, whole, decode_small, optimizers=optimizers)

@@ -37,7 +37,6 @@ from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
 
 _LISTED = 20
-_EMPTY = Component({})
 _IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
 
 Sources = dict[str, list[int] | None]
@@ -202,7 +201,7 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
         targets: the live objects.
     """
     model, left_out = targets.model, source.document("frozen") or {}
-    stored, values = source.components().get("model", _EMPTY), {*(source.document("model") or {})}
+    stored, values = source.component("model"), {*(source.document("model") or {})}
     known, names = stored.names, names_of(model, targets.whole.ties)
     elsewhere = targets.whole.elsewhere({*model.tensors, *model.aliases, *targets.extra_state})
     rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in model.tensors.items()]
@@ -383,7 +382,7 @@ def _match_optimizers(source: Source, live: LoadTargets, match: Match) -> tuple[
     if len(document) != len(optimizers):
         differences.append(f"optimizers  {len(document)} in checkpoint, {len(optimizers)} in model")
     for number, optimizer in enumerate(optimizers[: len(document)]):
-        stored = StoredOptimizer(number, document[str(number)], source.components().get("optimizer"), decode_small)
+        stored = StoredOptimizer(number, document[str(number)], source.component("optimizer"), decode_small)
         if stored.numbered and (problem := stored.name(_numbered_groups(live, optimizer))) is not None:
             hint = "" if not match.elsewhere else ": load it without pipeline parallelism, and save it again"
             differences.append(f"optimizer {number}  {problem}{hint}")
@@ -457,7 +456,7 @@ def _read_trainer(
     def is_elsewhere(key: str) -> bool:  # in an entry that only other pipeline stages have
         return bool(elsewhere) and entry_of(key, live.whole.state) in elsewhere
 
-    for key, spec in source.components().get("trainer", _EMPTY).tensors.items():
+    for key, spec in source.component("trainer").tensors.items():
         given, dtype = requested.get(key), TORCH_DTYPES[spec.dtype]
         # a pinned tensor is a plain tensor of one rank, and stays one
         like = None if spec.pinned else live.like.get(key, find_counterpart(key, spec.shape, named))

@@ -18,7 +18,6 @@ from lightning_shardckpt.checkpoint.describe import mark_partly_loaded
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names, parameters_of
 from lightning_shardckpt.sources.model_names import fit_names
@@ -45,8 +44,6 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, is_elsewhere
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
-
-_EMPTY = Component({})
 
 
 class NestedLoad:
@@ -167,7 +164,7 @@ class NestedLoad:
         """
         source = source.all_modules() if source.all_modules is not None else source
         objects, trainer, document = self._objects, _blank_trainer(source), source.document("optimizer") or {}
-        keys, has_model = check_keys(trainer.pop(KEYS, None), source.path), "model" in source.components()
+        keys, has_model = check_keys(trainer.pop(KEYS, None), source.path), "model" in source.table
         stored = keys or {"modules": {}, "optimizers": []}
         prefixes = _stored_prefixes(objects.prefixes, stored["modules"], keys is None and has_model, trainer)
         numbers = _stored_numbers([*objects.optimizers], stored["optimizers"][: len(document)], len(document), trainer)
@@ -298,7 +295,7 @@ def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
 
 def _blank_trainer(source: Source) -> dict[str, Any]:
     """Return the trainer's state with meta tensors for its tensors."""
-    specs = source.components().get("trainer", _EMPTY).tensors
+    specs = source.component("trainer").tensors
 
     def blank(key: str) -> torch.Tensor:
         return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
@@ -312,7 +309,7 @@ def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: set[str])
     They remain stored as objects, too. Fabric's own strategies and plain files do not distinguish the state dict of an
     object from one that a script kept as a value, such as the best weights so far.
     """
-    model, optimizer = (source.components().get(name, _EMPTY) for name in ("model", "optimizer"))
+    model, optimizer = source.component("model"), source.component("optimizer")
     values, document = source.document("model") or {}, source.document("optimizer") or {}
     table, makers = dict(source.table.get("trainer", {})), dict[str, Callable[[Callable[[str], Any]], Any]]()
     for place, prefix in stored["modules"].items():

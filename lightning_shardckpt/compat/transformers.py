@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,13 +37,8 @@ def conversions_of(model: nn.Module) -> list[Renaming]:
     Steps that also convert tensors are a ``Conversion``. Empty without transformers. Relies on
     ``get_model_conversion_mapping``.
     """
-    if "transformers" not in sys.modules:
-        return []
-    try:
-        module: Any = import_module("transformers.conversion_mapping")
-    except ImportError:  # transformers before 5
-        return []
-    return list(module.get_model_conversion_mapping(model))
+    module = sys.modules.get("transformers.conversion_mapping")  # every model of transformers 5 and later imports it
+    return [] if module is None else list(module.get_model_conversion_mapping(model))
 
 
 def revert_function() -> Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None:
@@ -52,10 +46,7 @@ def revert_function() -> Callable[[nn.Module, Mapping[str, Tensor]], dict[str, T
 
     Relies on ``transformers.core_model_loading.revert_weight_conversion``.
     """
-    module = sys.modules.get("transformers.core_model_loading")
-    revert: Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None
-    revert = getattr(module, "revert_weight_conversion", None)
-    return revert
+    return getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
 
 
 def names_not_saved(model: nn.Module) -> frozenset[str]:

@@ -1,34 +1,47 @@
-"""Conversion of a checkpoint to files that other programs read.
+"""Exports of checkpoints to files that other programs read: by ``consolidate``, and beside a checkpoint after a save.
 
 By default, the output is one file for ``torch.load``, as of Lightning's
-``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors, and loads with
-``torch.load``'s defaults, so it contains no types that carry code. Other formats are safetensors files and directories
-for transformers and PEFT. Memory does not grow with the checkpoint, and no GPU, process group or user code is needed.
-Nothing is unpickled.
+``lightning.pytorch.utilities.consolidate_checkpoint``: with Lightning's keys and whole tensors, and without types that
+carry code. Memory does not grow with the checkpoint, no GPU, process group or user code is needed, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import closing
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
-from lightning_shardckpt.export.whole_files import Export, Format, Options, Split, is_replaceable, write
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
+from lightning_shardckpt.export.whole_files import (
+    Export,
+    Format,
+    Options,
+    Split,
+    is_replaceable,
+    plan_adapters,
+    plan_safetensors,
+    write,
+)
+from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.storage.local_files import open_output
+from lightning_shardckpt.sources.source import Source, sharded_source
+from lightning_shardckpt.state.documents import CONFIG
+from lightning_shardckpt.storage.local_files import NewFile, open_output
+from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
 from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.system.threads import drain_all
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)
 _SAFETENSORS = ".safetensors"
+_PART_BYTES = 8 << 20
 
 
 def consolidate(
@@ -74,13 +87,14 @@ def consolidate(
         The path of the file or directory.
 
     Raises:
-        ValueError: if options contradict each other, names collide, an entry of ``key_mapping`` matches nothing, or the
-            output is inside a checkpoint, or at a URL.
+        ValueError: if options contradict each other, or the output is inside a checkpoint, or at a URL.
+        MismatchError: if names collide, or an entry of ``key_mapping`` matches nothing.
         CheckpointNotFoundError: if the folder is not a checkpoint; the message describes its content.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
-    chosen = format or ("safetensors" if output_file is not None and _suffix(output_file) == _SAFETENSORS else "torch")
+    is_named = output_file is not None and os.fspath(output_file).endswith(_SAFETENSORS)
+    chosen: Format = format or ("safetensors" if is_named else "torch")
     options = Options(chosen, split, size_per_shard, optimizer, dtype, KeyMapping.of(key_mapping))
     source = file_path(checkpoint_folder).rstrip("/")
     if output_file is None:
@@ -91,38 +105,32 @@ def consolidate(
     check_local(output)
     drain_all()
     stored, _ = open_source(source, StorageRouter(storage_options=storage_options), for_export=True)
+
+    def replaceable(path: str) -> bool:
+        return overwrite and (options.is_file or is_replaceable(path))
+
     with closing(stored):
         _check_output(output, options, overwrite)
         export = _plan(stored, options)
-        opened = open_output(
-            output,
-            is_file=options.is_file,
-            replaceable=lambda path: overwrite and (options.is_file or is_replaceable(path)),
-        )
+        opened = open_output(output, is_file=options.is_file, replaceable=replaceable)
         with progress(export.nbytes) as advance, opened as (create, notes):
-            write(stored, export, create, advance)
+            write(export, create, advance)
     for note in (*export.notes, *notes):
         _log.warning(note)
     return Path(output)
-
-
-def _suffix(path: str | os.PathLike[str]) -> str:
-    return os.path.splitext(os.fspath(path))[1]
 
 
 def _check_output(output: str, options: Options, overwrite: bool) -> None:
     """Check that ``output`` is free or may be replaced, and not inside a checkpoint."""
     if os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
-    if not os.path.lexists(output):
-        return
-    if not overwrite:
+    if os.path.lexists(output) and not overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
     is_directory = os.path.isdir(output) and not os.path.islink(output)
-    if options.is_file == is_directory or (is_directory and not is_replaceable(output)):
+    if os.path.lexists(output) and (options.is_file == is_directory or (is_directory and not is_replaceable(output))):
         expected = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
@@ -130,15 +138,82 @@ def _check_output(output: str, options: Options, overwrite: bool) -> None:
 def _plan(stored: Source, options: Options) -> Export:
     if options.format == "peft":
         return plan_adapters(stored)
-    if options.format != "torch":
-        export = plan_safetensors(stored, options)
-    else:
+    if options.format == "torch":
         from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
 
         export = plan_torch(stored, options)
+    else:
+        export = plan_safetensors(stored, options)
     if frozen := stored.document("frozen"):
         export.notes.append(
             f"{stored.path} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "
             "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
         )
     return export
+
+
+# ── beside a checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
+# The folder ``huggingface`` is no part of its checkpoint: no index names it, and no load of the checkpoint reads it. It
+# is deleted with the checkpoint. It appears when it is complete: by a rename in a file system, by its config, the last
+# object that transformers waits for, in an object store.
+
+
+def export_beside(path: str, storage: StorageRouter) -> list[str]:
+    """Write the model of a checkpoint into its folder ``huggingface``. Runs on one rank, also off the main thread.
+
+    Args:
+        path: a committed checkpoint, or its URL.
+        storage: of ``path``.
+
+    Returns:
+        Sentences for the user.
+
+    Raises:
+        StateError: if the saved module has no model of transformers.
+        ValueError: if it has adapters that are not merged, or several models.
+        CheckpointNotFoundError: if the checkpoint was replaced meanwhile.
+    """
+    with Checkpoint(storage, path) as checkpoint:
+
+        def check_current() -> None:
+            with Checkpoint(storage, path) as current:
+                if current.root.save_id != checkpoint.root.save_id:
+                    raise CheckpointNotFoundError("another process replaced it")
+
+        stored = sharded_source(checkpoint, for_export=True)
+        if stored.document("huggingface") is None:
+            raise StateError(
+                "its module has no model of transformers; `python -m lightning_shardckpt.consolidate --format "
+                "safetensors` converts any checkpoint"
+            )
+        export = plan_safetensors(stored, Options(format="huggingface"))
+        if is_url(path):
+            with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
+                write(export, create)
+        else:
+            folder = os.path.join(path, EXPORT_FOLDER)
+            with open_output(folder, is_file=False, replaceable=lambda folder: True) as (create, _):
+                write(export, create)
+                check_current()
+    return export.notes
+
+
+@contextmanager
+def _objects(store: ObjectStore, folder: str, check: Callable[[], None]) -> Iterator[NewFile]:
+    """Yield a function that creates an object of the export, after ``check`` if it is the config; deletes on errors."""
+
+    @contextmanager
+    def create(name: str) -> Iterator[int]:
+        with tempfile.TemporaryFile() as file:
+            yield file.fileno()
+            if name == CONFIG:
+                check()
+            file.seek(0)
+            store.upload(f"{folder}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+
+    try:
+        yield create
+    except BaseException:
+        with suppress(OSError):
+            store.delete(f"{folder}/{name}" for name in store.list(folder))
+        raise

@@ -37,24 +37,24 @@ def plan_torch(source: Source, options: Options) -> Export:
     """Plan a file that ``torch.load`` reads by default.
 
     Raises:
-        ValueError: if names collide, or an option matches no tensor.
+        MismatchError: if names collide, or an option matches no tensor.
     """
-    source, make = options.select(source), fake_tensors()
+    export, make = Export(source := options.select(source)), fake_tensors()
     stored = dict[int, tuple[torch.Tensor, OutputTensor]]()  # by id of the fake tensor
 
     def record(component: str, key: str) -> torch.Tensor:
-        one = source.table[component][key]
-        dtype = options.output_dtype(one.spec.dtype) if component == "model" else one.spec.dtype
-        fake = make(one.spec.shape, TORCH_DTYPES[dtype])
-        stored[id(fake)] = fake, OutputTensor(key, dtype, one.spec.shape, (one.component, one.key))
+        dtype = source.table[component][key].spec.dtype
+        one = export.tensor(component, key, dtype=options.output_dtype(dtype) if component == "model" else dtype)
+        fake = make(one.shape, TORCH_DTYPES[one.dtype])
+        stored[id(fake)] = fake, one
         return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
 
     state = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    model, changed = source.components().get("model"), list[str]()
-    if model is not None and len({spec.holders for spec in model.tensors.values()}) > 1:  # pipeline stages
+    changed = list[str]()
+    if len({one.spec.holders for one in source.table.get("model", {}).values()}) > 1:  # pipeline stages
         for optimizer in filter(None, state.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
@@ -77,7 +77,7 @@ def plan_torch(source: Source, options: Options) -> Export:
                 write_at(file, host_bytes(tensor), places[id(tensor)])
         return [places[id(tensor)] for tensor in records if id(tensor) in stored]
 
-    export = Export([WholeFile("", [stored[id(one)][1] for one in records if id(one) in stored], begin)])
+    export.files.append(WholeFile("", [stored[id(one)][1] for one in records if id(one) in stored], begin))
     if changed:
         note = "Values that `torch.load` would refuse by default are not in the file as they were:\n  "
         export.notes = [note + list_some(changed, between="\n  ")]
@@ -143,17 +143,15 @@ def to_plain(value: Any, path: str, changed: list[str]) -> Any:
     """Return a value converted to types that ``torch.load`` reads by default; containers are copied.
 
     Subclasses of containers become the containers, frozensets sets, deques lists, numpy arrays tensors, and all other
-    objects text. Values that the checkpoint lacks are left out; in a list, None replaces them.
-
-    Args:
-        value: to convert.
-        path: of the value, for ``changed``.
-        changed: descriptions of the values that differ are added to it.
+    objects text. Values that the checkpoint lacks are left out; in a list, None replaces them. Descriptions of the
+    values that differ, with their paths, are added to ``changed``.
     """
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return _with_own_storage(value)
+        dtype_name(value, "beside the model and the optimizers")  # raises an error for one without plain memory
+        has_own_storage = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        return value if has_own_storage else value.detach().clone(memory_format=torch.contiguous_format)
     if kind in _LOADABLE or (kind is int and value.bit_length() < _MAX_INT_BITS):
         return value
     if isinstance(value, Dropped):
@@ -187,10 +185,3 @@ def _to_member(value: Any, path: str, changed: list[str]) -> Any:
     """Return a converted key or member of a set; text for one that can't be hashed any more."""
     new = to_plain(value, path, changed)
     return str(value) if isinstance(new, set) else new
-
-
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or a copy if it is a part of a larger storage, or not contiguous."""
-    dtype_name(tensor, "beside the model and the optimizers")  # raises an error for one without plain memory
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,40 +1,52 @@
-"""Options and whole files of an export: a file is begun without the bytes of its tensors, which are then filled in.
+"""Plans of whole tensors in files for other programs, and one function that writes them all.
 
-A plan knows the names, dtypes, shapes and order of all tensors; it has read nothing. Exporting a checkpoint of this
-package needs torch only for a torch file, and if dtypes are converted.
+A plan is a choice of names over the stored tensors, and a few documents; it has read nothing. A file is begun without
+the bytes of its tensors, which are then filled in. Here are the plans of safetensors files: of a model and its
+optimizers, a model of transformers, adapters of PEFT. torch is needed only if dtypes are converted.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_shardckpt.errors import FormatError, MismatchError
-from lightning_shardckpt.format.safetensors_header import OutputTensor
+from lightning_shardckpt.format.safetensors_header import (
+    OutputTensor,
+    build_index,
+    group_by_size,
+    name_chunks,
+    name_tensor_file,
+    plan_file,
+)
 from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
-from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.documents import CONFIG, CONFIGS
+from lightning_shardckpt.sources.source import WINDOW_BYTES, Source, read_windows
+from lightning_shardckpt.state import hf_directory
+from lightning_shardckpt.state.documents import CONFIG, CONFIGS, PEFT
+from lightning_shardckpt.state.peft import adapters_from_json
 from lightning_shardckpt.storage.local_files import WRITEBACK_BYTES, NewFile, begin_writeback, write_at
-from lightning_shardckpt.transfer.reader import WINDOW_BYTES, read_windows
+from lightning_shardckpt.system.text import list_some
+from lightning_shardckpt.transfer.writer import MB
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-SIZE_PER_SHARD = 5000.0
-"""Default size of chunks in MB."""
+_SIZE_PER_SHARD = 5000.0  # of chunks, in MB
 _TAKES: dict[str, set[str]] = {
     "torch": {"optimizer", "dtype", "key_mapping"},
     "safetensors": {"split", "size_per_shard", "optimizer", "dtype", "key_mapping"},
     "huggingface": {"size_per_shard", "dtype", "key_mapping"},
     "peft": set(),
 }
-
-OPTIMIZER = "optimizer.json"
-WRITER = ("writer", "lightning-shardckpt")
-"""Metadata of every safetensors file of an export that may replace an earlier one."""
-_WRITER_ENTRY, _HEAD_BYTES = '"{}":"{}"'.format(*WRITER).encode(), 4096  # the metadata come first in a header
+_OPTIMIZER = "optimizer.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WRITER = {"writer": "lightning-shardckpt"}  # in every safetensors file that a later export may replace
+_WRITER_ENTRY, _HEAD_BYTES = json.dumps(_WRITER, separators=(",", ":"))[1:-1].encode(), 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +101,11 @@ class Options:
         """Return the stored state under the names of the output, without what is left out.
 
         Raises:
-            ValueError: if entries of the mapping match no name, or give a name several times.
+            MismatchError: if entries of the mapping match no name, or give a name several times.
         """
-        try:
-            selected, problems = map_names(stored, self.key_mapping, optimizers=None if self.has_optimizer else ())
-        except MismatchError as error:
-            raise ValueError(str(error)) from None
+        selected, problems = map_names(stored, self.key_mapping, optimizers=None if self.has_optimizer else ())
         if problems:
-            raise ValueError(f"{stored.path!r}: " + "\n  ".join(problems))
+            raise MismatchError(f"{stored.path!r}: " + "\n  ".join(problems))
         return selected
 
 
@@ -105,7 +114,7 @@ class WholeFile(NamedTuple):
 
     Attributes:
         name: of the file, which may contain slashes.
-        tensors: in any order.
+        tensors: in any order; their sources are in the table of the export.
         begin: writes everything but the tensors into the empty file of a descriptor, and returns where each begins.
     """
 
@@ -116,9 +125,10 @@ class WholeFile(NamedTuple):
 
 @dataclass(slots=True)
 class Export:
-    """The plan of an export: files with tensors, the content of other files by name, and notes for the user."""
+    """The plan of an export: files with tensors of a source, the content of other files by name, notes for the user."""
 
-    files: list[WholeFile]
+    source: Source
+    files: list[WholeFile] = field(default_factory=list)
     documents: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -127,9 +137,23 @@ class Export:
         """The size of all tensors."""
         return sum(tensor.nbytes for file in self.files for tensor in file.tensors)
 
+    def tensor(self, component: str, key: str, name: str = "", dtype: str = "") -> OutputTensor:
+        """Return a whole tensor of the source for a file, by default under its key and in its dtype."""
+        spec = self.source.table[component][key].spec
+        return OutputTensor(name or key, dtype or spec.dtype, spec.shape, (component, key))
+
+    def add(self, name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str]) -> None:
+        """Add a safetensors file."""
+        ordered, header, begins = plan_file(name, tensors, {"format": "pt", **metadata})
+
+        def begin(file: int) -> Sequence[int]:
+            write_at(file, memoryview(header), 0)
+            return begins
+
+        self.files.append(WholeFile(name, ordered, begin))
+
 
 def write(
-    stored: Source,
     export: Export,
     create: NewFile,
     advance: Callable[[int], Any] = lambda nbytes: None,
@@ -139,7 +163,6 @@ def write(
     """Write all files of an export, the config last.
 
     Args:
-        stored: the checkpoint.
         export: the plan.
         create: creates a file.
         advance: called with the number of bytes that were written.
@@ -147,16 +170,14 @@ def write(
 
     Raises:
         CorruptionError: naming file, tensor and rank.
-        FormatError: if two files would have the same name.
     """
-    for name in export.documents.keys() & {file.name for file in export.files}:
-        raise FormatError(f"two files would be called {name!r}")
-    for planned in export.files:
-        with create(planned.name) as file:
-            places, tensors, dirty_bytes = [*planned.begin(file)], planned.tensors, 0
+    for name, tensors, begin in export.files:
+        with create(name) as file:
+            places, dirty_bytes = [*begin(file)], 0
             wanted = ((*tensor.source, tensor.box) for tensor in tensors)
-            for number, data in read_windows(stored, wanted, window_bytes):
-                data = _convert(data, stored.spec(*tensors[number].source).dtype, tensors[number].dtype)
+            for number, data in read_windows(export.source, wanted, window_bytes):
+                component, key = tensors[number].source
+                data = _convert(data, export.source.table[component][key].spec.dtype, tensors[number].dtype)
                 write_at(file, data, places[number])
                 places[number] += len(data)
                 advance(len(data))
@@ -183,13 +204,120 @@ def _convert(data: memoryview, stored: str, written: str) -> memoryview:
 def is_replaceable(directory: str) -> bool:
     """Return True if a directory is empty, or an earlier export wrote all its files."""
     paths = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
-    documents = {os.path.join(directory, name) for name in (*CONFIGS, OPTIMIZER)}
+    documents = {os.path.join(directory, name) for name in (*CONFIGS, _OPTIMIZER)}
     others = [path for path in paths if path not in documents and not path.endswith(".safetensors.index.json")]
     return bool(others or not paths) and all(map(_was_exported, others))
 
 
 def _was_exported(path: str) -> bool:
-    """Return True if a file is of safetensors, whose metadata name an export as its writer."""
+    """Return True if a file is of safetensors, whose metadata, at the start, name an export as its writer."""
     with open(path, "rb") as file:
         start = file.read(8 + _HEAD_BYTES)
     return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]
+
+
+# ── safetensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plan_safetensors(stored: Source, options: Options) -> Export:
+    """Plan the files of an export, and their contents.
+
+    Raises:
+        ValueError: if no tensor is selected, or state that is wanted is not stored.
+        MismatchError: if an option matches no tensor, or names collide.
+        FormatError: naming a tensor that safetensors cannot hold.
+    """
+    export = Export(source := options.select(stored))
+    if "model" not in source.table:
+        raise ValueError("the checkpoint has no model")
+    component, model = source.component("model"), None
+    if options.format == "huggingface":
+        model = hf_directory.pick_model(stored.document("huggingface"), component.names)
+        if model is None:
+            export.notes.append("there is no config.json: the checkpoint has no record of a model of transformers")
+    if model is not None:
+        tensors, ties = _add_model(export, stored, model, options), dict[str, str]()
+    else:
+        dtypes = {key: options.output_dtype(spec.dtype) for key, spec in component.tensors.items()}
+        tensors, ties = [export.tensor("model", key, dtype=dtypes[key]) for key in dtypes], component.aliases
+    if not tensors:
+        raise ValueError("no tensor of the model is left to write")
+    if other_state := sorted(source.document("model") or ()):
+        listed = list_some([*map(repr, other_state)], 5)
+        export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
+    _add_files("model", tensors, ties, options, export)
+    if options.has_optimizer:
+        if (document := source.document("optimizer")) is None:
+            raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
+        moments = source.table.get("optimizer", {})  # by <n>/<name>/<state>
+        _add_files("optimizer", [export.tensor("optimizer", key) for key in moments], {}, options, export)
+        export.documents[_OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    return export
+
+
+def _add_model(export: Export, stored: Source, model: hf_directory.Model, options: Options) -> list[OutputTensor]:
+    """Return the tensors that ``from_pretrained`` expects, and add the configs to the documents of the export."""
+    component, kind = export.source.component("model"), model.recorded["class"]
+    for name in stored.component("model").names:
+        if (new := options.key_mapping(name)) not in (name, None):
+            raise ValueError(
+                f"from_pretrained takes the weights of {kind} by their names: for format 'huggingface', key_mapping "
+                f"can leave {name!r} out, but not rename it to {new!r}"
+            )
+    if outside := [name for name in component.names if not name.startswith(model.prefix)]:
+        export.notes.append(f"not of the {kind}, and not in the output: {list_some([*map(repr, outside)], 5)}")
+    tensors = list(model.tensors(component.names, component, options.output_dtype, refuses_adapters=True))
+    if twice := [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]:
+        raise ValueError(f"two tensors would be called {twice[0]!r}")
+    floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
+    export.documents |= model.files(next(floating, None), options.dtype is not None)
+    return tensors
+
+
+def _add_files(
+    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
+) -> None:
+    """Add the files of a model or an optimizer to an export, and their index if there may be several.
+
+    ``ties``, for the metadata, are the names under which tensors are written, by further names.
+    """
+    if options.files == "one_file_per_tensor":
+        groups = [[tensor] for tensor in tensors]
+        names = [name_tensor_file(stem, tensor.name) for tensor in tensors]
+    else:
+        limit = int((options.size_per_shard or _SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
+        groups = group_by_size(tensors, limit) or [[]]
+        names = name_chunks(stem, len(groups))
+    for name, group in zip(names, groups, strict=True):
+        written = {tensor.name for tensor in group}
+        group_ties = {name: of for name, of in ties.items() if of in written and name != "format"}
+        export.add(name, group, {**_WRITER, **group_ties})
+    if len(names) > 1 or options.files == "one_file_per_tensor":
+        export.documents[f"{stem}.safetensors.index.json"] = build_index(zip(names, groups, strict=True))
+
+
+def plan_adapters(stored: Source) -> Export:
+    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for adapters other than "default".
+
+    Args:
+        stored: a checkpoint of this package, with or without the base model.
+
+    Raises:
+        FormatError: if the checkpoint has no adapters, only a part of one, or those of several models.
+    """
+    export, where, document = Export(stored), f"checkpoint {stored.path!r}", stored.document("peft")
+    if document is None:
+        raise FormatError(f"{where} has no adapters of PEFT: no {PEFT}, which is saved with a module that PEFT wrapped")
+    adapters = adapters_from_json(document)
+    if len({a.prefix for a in adapters}) != 1:
+        listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
+        raise FormatError(f"{where} does not have adapters of exactly one model: it has {listed}")
+    keys = stored.component("model").names
+    for one in adapters:
+        folder = "" if one.name == "default" else f"{one.name}/"
+        names = one.names(keys.keys())
+        if not any(".lora_" in name or name.startswith("lora_") for name in names):
+            raise FormatError(f"{where} has no tensors of adapter {one.name!r} below {one.prefix!r}")
+        export.add(folder + ADAPTER_WEIGHTS, (export.tensor("model", keys[live], n) for n, live in names.items()), {})
+        export.documents[folder + ADAPTER_CONFIG] = one.config.encode()
+    return export

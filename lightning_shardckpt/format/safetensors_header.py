@@ -241,18 +241,12 @@ class OutputTensor:
         return bytes_in(self.shape, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """A file: its header, its tensors in stored order, and the offset at which each begins."""
+def plan_file(
+    name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str]
+) -> tuple[list[OutputTensor], bytes, tuple[int, ...]]:
+    """Return the tensors of a file in stored order, its header, and the offset at which each tensor begins.
 
-    name: str
-    header: bytes
-    tensors: tuple[OutputTensor, ...]
-    begins: tuple[int, ...]
-
-
-def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
-    """Return the plan of a file; the widest elements come first, so that every tensor is aligned.
+    The widest elements come first, so that every tensor is aligned.
 
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
@@ -266,7 +260,7 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     nbytes = len(header) - LENGTH_BYTES
     if nbytes > _LIBRARY_HEADER_BYTES:
         raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
-    return OutputFile(name, header, tuple(tensors), begins)
+    return tensors, header, begins
 
 
 def group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
@@ -311,9 +305,9 @@ def name_tensor_file(stem: str, tensor: str) -> str:
     return name
 
 
-def build_index(files: Sequence[OutputFile]) -> bytes:
+def build_index(files: Iterable[tuple[str, Sequence[OutputTensor]]]) -> bytes:
     """Return the content of Hugging Face's index of several files: the file of each tensor, and the total size."""
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    placed = [(tensor, name) for name, tensors in files for tensor in tensors]
+    weight_map, total = {tensor.name: name for tensor, name in placed}, sum(tensor.nbytes for tensor, _ in placed)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

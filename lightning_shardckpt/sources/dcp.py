@@ -21,9 +21,9 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -38,8 +38,8 @@ from lightning_shardckpt.format.value_checks import (
     check_text,
     shown,
 )
-from lightning_shardckpt.sources.open_source import DCP_NAME, MALFORMED, find_dcp_directory
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
+from lightning_shardckpt.sources.open_source import DCP_NAME
+from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source, close_on_error
 from lightning_shardckpt.sources.torch_save import DictTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
@@ -57,59 +57,60 @@ Entries = Mapping[str, tuple[str | int, ...]]
 
 def open_path(path: str, weights_only: bool = True) -> Source:
     """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
-    directory = find_dcp_directory(path) or path
-    with close_on_error(LocalReader(directory)) as reader:
-        stored, meta = _Stored(directory, reader), _meta(directory, reader, weights_only)
-        model, optimizers, rest = _assign_entries(stored, has_meta=meta is not None)
-        state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in model.items()}
-        others = stored.nested(rest) | (meta or {})
-        if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state
-            others["optimizer_states"] = [stored.optimizer(entries) for entries in optimizers]
-        return source_of_dicts(directory, stored.tensors, state_dict, others)
+    with close_on_error(LocalReader(path)) as reader:
+        stored, by_top = _Stored(path, reader), dict[str, dict[str, tuple[str | int, ...]]]()
+        meta = stored.meta(weights_only)
+        for key, place in stored.paths.items():
+            by_top.setdefault(str(place[0]), {})[key] = place[1:]
+        optimizers = [top for top, of in by_top.items() if _GROUPS in {_split(place)[0] for place in of.values()}]
+        others = [top for top, of in by_top.items() if top not in optimizers and of.keys() & stored.located]
+        nested = [top for top in others if all(by_top[top].values())]
+        chosen = [top for top in nested if top in _MODELS]
+        if len(chosen) != 1:  # a single dict of tensors beside meta.pt or an optimizer is a model, whatever its name
+            chosen = nested if len(nested) == len(others) == 1 and (meta is not None or optimizers) else []
+        keys = dict[str, str]()
+        for top in others:
+            for key, place in by_top[top].items():
+                name = clean_fqn(".".join(map(str, place)) if top in chosen else key)
+                if (other := keys.setdefault(name, key)) != key:
+                    raise FormatError(f"{shown(other)} and {shown(key)} are both an entry {shown(name)} of the model")
+        state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in keys.items()}
+        rest = {key: place for key, place in stored.paths.items() if str(place[0]) not in (*optimizers, *others)}
+        checkpoint = stored.nested(rest) | (meta or {})
+        if optimizers or "lr_schedulers" in checkpoint:  # of a Trainer whose optimizers may have had no state
+            tops = sorted(optimizers, key=_by_number)
+            checkpoint["optimizer_states"] = [_optimizer(stored, by_top[top]) for top in tops]
+        return source_of_dicts(path, stored.tensors, state_dict, checkpoint)
 
 
-def _meta(path: str, reader: Reader, weights_only: bool) -> dict[str, Any] | None:
-    """Return the content of Lightning's ``meta.pt``; None if there is no such file."""
-    try:
-        return dict(_load(path, reader, META, 0, reader.size(META), weights_only=weights_only))
-    except FileNotFoundError:
-        return None
-    except FormatError as error:
-        raise FormatError(
-            f"{error}. If you trust its author, pass weights_only=False to the Trainer's method, which then executes "
-            "code from the file."
-        ) from None
+def _optimizer(stored: _Stored, entries: Entries) -> dict[str, Any]:
+    """Return the state dict of an optimizer, given the paths of its entries.
 
-
-def _assign_entries(stored: _Stored, *, has_meta: bool) -> tuple[dict[str, str], list[Entries], Entries]:
-    """Assign the entries to the model, the optimizers and the rest.
-
-    Args:
-        stored: the entries.
-        has_meta: whether Lightning's ``meta.pt`` is beside them, so that a single dict of tensors is a model.
-
-    Returns:
-        Keys of the model's entries by name; the entries of each optimizer, with paths inside it, in the order of their
-        numbers; all other entries.
+    Param groups are one value, or numbered; or settings are stored for each parameter, and equal ones are a group.
     """
-    by_top: dict[str, dict[str, tuple[str | int, ...]]] = {}
-    for key, path in stored.paths.items():
-        by_top.setdefault(str(path[0]), {})[key] = path[1:]
-    optimizers = [top for top, entries in by_top.items() if _GROUPS in {_split(path)[0] for path in entries.values()}]
-    others = [top for top, entries in by_top.items() if top not in optimizers and entries.keys() & stored.located]
-    nested = [top for top in others if all(by_top[top].values())]
-    chosen = [top for top in nested if top in _MODELS]
-    if len(chosen) != 1:
-        is_one_dict = len(nested) == len(others) == 1 and (has_meta or bool(optimizers))
-        chosen = nested if is_one_dict else []
-    model: dict[str, str] = {}
-    for top in others:
-        for key, path in by_top[top].items():
-            name = clean_fqn(".".join(map(str, path)) if top in chosen else key)
-            if model.setdefault(name, key) != key:
-                raise FormatError(f"{shown(model[name])} and {shown(key)} are both an entry {shown(name)} of the model")
-    rest = {key: path for key, path in stored.paths.items() if str(path[0]) not in (*optimizers, *others)}
-    return model, [by_top[top] for top in sorted(optimizers, key=_by_number)], rest
+    state, settings, groups = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
+    for key, path in entries.items():
+        kind, owner, name = _split(path)
+        if kind == _STATE and owner:
+            state.setdefault(owner, {})[name] = stored.get(key, min_ndim=1)
+        elif kind == _GROUPS and owner:
+            settings.setdefault(owner, {})[name] = stored.value(key)
+        elif kind == _GROUPS and not name:
+            groups += stored.value(key)
+        else:
+            raise FormatError(f"{shown(key)} is not an entry of an optimizer of torch")
+    if any(len(path) > 1 and path[0] == _GROUPS for path in entries.values()):
+        groups += [settings[number] for number in sorted(settings, key=_by_number)]
+    else:
+        joined = dict[str, dict[str, Any]]()
+        for name, group in settings.items():
+            text = json.dumps(encode_small(group, name), sort_keys=True)
+            joined.setdefault(text, {**group, "params": []})["params"].append(name)
+        groups += joined.values()
+    for group in groups:
+        group["params"] = [clean_fqn(name) if isinstance(name, str) else int(name) for name in group["params"]]
+    numbers = {f"{param}": param for group in groups for param in group["params"]}
+    return {"state": {numbers.get(n := clean_fqn(name), n): of for name, of in state.items()}, _GROUPS: groups}
 
 
 def _by_number(name: str) -> tuple[int, str]:
@@ -130,6 +131,17 @@ def _split(path: tuple[str | int, ...]) -> tuple[str, str, str]:
 # ── entries ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class _Place(NamedTuple):
+    """A part of a file."""
+
+    file: str
+    begin: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.file}, bytes {self.begin} to {self.begin + self.nbytes}"
+
+
 class _Stored:
     """The entries of a directory as values, and as stand-ins for tensors.
 
@@ -140,20 +152,20 @@ class _Stored:
     """
 
     def __init__(self, path: str, reader: Reader) -> None:
-        self.tensors, self._values = DictTensors(reader), dict[str, Callable[[], Any]]()
+        self.tensors, self._values = DictTensors(reader), dict[str, _Place]()
         self.paths, self.located = dict[str, tuple[str | int, ...]](), dict[str, ForeignTensor]()
         self._path, self._reader, self._size = path, reader, cache(reader.size)
         metadata = _read_metadata(reader)
-        places = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
+        infos = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
         for key, entry in metadata.state_dict_metadata.items():
-            self._take(check_text(key), entry, places)
+            self._take(check_text(key), entry, infos)
             keys: Any = metadata.planner_data.get(key) if isinstance(metadata.planner_data, dict) else None
             is_path = isinstance(keys, tuple) and keys and all(type(part) in (str, int) for part in keys)
             self.paths[key] = keys if is_path else (key,)  # it was not nested, or another planner saved it
 
-    def _take(self, key: str, entry: Any, places: Mapping[Any, Any]) -> None:
+    def _take(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> None:
         if "chunks" not in vars(entry):
-            self._values[key] = partial(_load, self._path, self._reader, *self._place(key, None, places))
+            self._values[key] = self._place(key, None, infos)
             return
         dtype, shape, boxes = DTYPES.get(entry.properties.state[0]), check_shape(entry.size), list[ForeignBox]()
         if dtype is None:
@@ -161,26 +173,57 @@ class _Stored:
         bytes_in(shape, dtype)
         for start, lengths in {check_shape(c.offsets): check_shape(c.sizes) for c in entry.chunks}.items():
             if 0 not in lengths:
-                place = self._place(key, start, places)
-                read = partial(_load_tensor, self._path, self._reader, *place, dtype=dtype, shape=lengths)
-                self.tensors.loads[_where(*place)] = read
-                boxes.append(ForeignBox(Box.whole(lengths).shift(start), _where(*place), 0))
+                place = self._place(key, start, infos)
+                self.tensors.loads[str(place)] = partial(self._load_chunk, place, dtype, lengths)
+                boxes.append(ForeignBox(Box.whole(lengths).shift(start), str(place), 0))
         self.located[key] = ForeignTensor(dtype, shape, tuple(boxes))
 
-    def _place(self, key: str, offset: Shape | None, places: Mapping[Any, Any]) -> tuple[str, int, int]:
-        """Return the file, the offset and the length of an entry or a chunk."""
-        if (info := places.get((key, offset))) is None:
+    def _place(self, key: str, offset: Shape | None, infos: Mapping[Any, Any]) -> _Place:
+        """Return the place of an entry or a chunk."""
+        if (info := infos.get((key, offset))) is None:
             raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
         if transforms := info.transform_descriptors:
             raise FormatError(f"{shown(key)} is stored through {shown(transforms)}")
-        file, begin, nbytes = check_file_name(info.relative_path), check_size(info.offset), check_size(info.length)
+        place = _Place(check_file_name(info.relative_path), check_size(info.offset), check_size(info.length))
         try:
-            size = self._size(file)
+            size = self._size(place.file)
         except FileNotFoundError:
-            raise CorruptionError(f"file {file}: the file is missing") from None
-        if begin + nbytes > size:
-            raise CorruptionError(f"file {_where(file, begin, nbytes)} are wanted, it has {size}")
-        return file, begin, nbytes
+            raise CorruptionError(f"file {place.file}: the file is missing") from None
+        if place.begin + place.nbytes > size:
+            raise CorruptionError(f"file {place} are wanted, it has {size}")
+        return place
+
+    def _load(self, place: _Place, *, weights_only: bool = True) -> Any:
+        """Return a value that ``torch.save`` wrote to a part of a file."""
+        content = io.BytesIO(bytes(place.nbytes))
+        with content.getbuffer() as memory:
+            self._reader.read_into(place.file, place.begin, memory)
+        try:
+            return torch.load(content, "cpu", weights_only=weights_only)
+        except MemoryError:
+            raise
+        except Exception as error:  # torch raises a dozen kinds
+            reason = shown(str(error).partition("\n")[0] or type(error).__name__)
+            raise FormatError(f"{self._path!r}, file {place}: torch.load does not read it: {reason}") from None
+
+    def _load_chunk(self, place: _Place, dtype: str, shape: Shape) -> torch.Tensor:
+        tensor: torch.Tensor = self._load(place)
+        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not is_dense or (DTYPES.get(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
+            raise FormatError(f"{self._path!r}, file {place}: {shown(tensor)} is stored, expected {dtype} {shape}")
+        return tensor.resolve_conj().resolve_neg()
+
+    def meta(self, weights_only: bool) -> dict[str, Any] | None:
+        """Return the content of Lightning's ``meta.pt``; None if there is no such file."""
+        try:
+            return dict(self._load(_Place(META, 0, self._size(META)), weights_only=weights_only))
+        except FileNotFoundError:
+            return None
+        except FormatError as error:
+            raise FormatError(
+                f"{error}. If you trust its author, pass weights_only=False to the Trainer's method, which then "
+                "executes code from the file."
+            ) from None
 
     def get(self, key: str, min_ndim: int = 0) -> Any:
         """Return a stand-in for a tensor that has enough dims, else the value."""
@@ -190,7 +233,7 @@ class _Stored:
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""
         if key in self._values:
-            return self._values[key]()
+            return self._load(self._values[key])
         dtype, shape, boxes = self.located[key]
         if 0 in shape:
             return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
@@ -207,66 +250,6 @@ class _Stored:
                 inner = inner.setdefault(part, {})
             inner[path[-1]] = self.value(key)
         return nested
-
-    def optimizer(self, entries: Entries) -> dict[str, Any]:
-        """Return the state dict of an optimizer, given the paths of its entries.
-
-        Param groups are one value, or numbered; or settings are stored for each parameter, and equal ones are a group.
-        """
-        state, settings, groups = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
-        for key, path in entries.items():
-            kind, owner, name = _split(path)
-            if kind == _STATE and owner:
-                state.setdefault(owner, {})[name] = self.get(key, min_ndim=1)
-            elif kind == _GROUPS and owner:
-                settings.setdefault(owner, {})[name] = self.value(key)
-            elif kind == _GROUPS and not name:
-                groups += self.value(key)
-            else:
-                raise FormatError(f"{shown(key)} is not an entry of an optimizer of torch")
-        if any(len(path) > 1 and path[0] == _GROUPS for path in entries.values()):
-            groups += [settings[number] for number in sorted(settings, key=_by_number)]
-        else:
-            joined = dict[str, dict[str, Any]]()
-            for name, group in settings.items():
-                text = json.dumps(encode_small(group, name), sort_keys=True)
-                joined.setdefault(text, {**group, "params": []})["params"].append(name)
-            groups += joined.values()
-        for group in groups:
-            group["params"] = [clean_fqn(name) if isinstance(name, str) else int(name) for name in group["params"]]
-        numbers = {f"{param}": param for group in groups for param in group["params"]}
-        return {"state": {numbers.get(n := clean_fqn(name), n): of for name, of in state.items()}, _GROUPS: groups}
-
-
-def _where(file: str, begin: int, nbytes: int) -> str:
-    return f"{file}, bytes {begin} to {begin + nbytes}"
-
-
-def _load(path: str, reader: Reader, file: str, begin: int, nbytes: int, *, weights_only: bool = True) -> Any:
-    """Return a value that ``torch.save`` wrote to a part of a file; ``path`` is of the checkpoint."""
-    content = io.BytesIO(bytes(nbytes))
-    with content.getbuffer() as memory:
-        reader.read_into(file, begin, memory)
-    try:
-        return torch.load(content, "cpu", weights_only=weights_only)
-    except MemoryError:
-        raise
-    except Exception as error:  # torch raises a dozen kinds
-        reason = shown(str(error).partition("\n")[0] or type(error).__name__)
-        where = f"{path!r}, file {_where(file, begin, nbytes)}"
-        raise FormatError(f"{where}: torch.load does not read it: {reason}") from None
-
-
-def _load_tensor(
-    path: str, reader: Reader, file: str, begin: int, nbytes: int, *, dtype: str, shape: Shape
-) -> torch.Tensor:
-    """Return a chunk. Raises a FormatError that names file and bytes, if it is another."""
-    tensor: torch.Tensor = _load(path, reader, file, begin, nbytes)
-    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-    if not is_dense or (DTYPES.get(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
-        where = f"{path!r}, file {_where(file, begin, nbytes)}"
-        raise FormatError(f"{where}: {shown(tensor)} is stored, expected {dtype} {shape}")
-    return tensor.resolve_conj().resolve_neg()
 
 
 # ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from torch.serialization import safe_globals
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_shape
-from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL, find_deepspeed_directory
+from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
 from lightning_shardckpt.sources.torch_save import DictTensors, map_file, source_of_dicts
 from lightning_shardckpt.state.state_dicts import VERSION
@@ -48,27 +48,24 @@ State = dict[Any, dict[str, Any]]
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
-    """Open a directory of ``save_checkpoint``, or the one with a tag below it.
-
-    ``weights_only`` is as in ``torch.load``, for the client state.
+    """Open a directory with the files of ranks; ``weights_only`` is as in ``torch.load``, for the client state.
 
     Raises:
         FormatError: for what is not read, such as model parallelism and experts.
         CorruptionError: if a file is missing or damaged.
     """
-    directory = find_deepspeed_directory(path) or path
-    models, optimizers = (_rank_files(directory, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
-    universal = [str(file.relative_to(directory)) for file in sorted(Path(directory, _UNIVERSAL).rglob("*.pt"))]
-    with close_on_error(LocalReader(directory)) as reader:
+    models, optimizers = (_rank_files(path, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
+    universal = [str(file.relative_to(path)) for file in sorted(Path(path, _UNIVERSAL).rglob("*.pt"))]
+    with close_on_error(LocalReader(path)) as reader:
         tensors = DictTensors(reader, [*models, *optimizers, *universal])
-        contents = [_load(directory, name, weights_only) for name in models]
+        contents = [_load(path, name, weights_only) for name in models]
         content, model = contents[0], dict(contents[0]["module"])
         shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
         if universal:
-            files = {name: _load(directory, name) for name in universal}
+            files = {name: _load(path, name) for name in universal}
             state, groups = _of_parameters(files, shapes, model)
         elif optimizers:
-            states = [_load(directory, name)["optimizer_state_dict"] for name in optimizers]
+            states = [_load(path, name)["optimizer_state_dict"] for name in optimizers]
             state, groups = _of_ranks(states, shapes, model, tensors)
         elif shapes:
             raise CorruptionError("the files of the optimizer (*_optim_states.pt) are missing")
@@ -86,12 +83,12 @@ def open_path(path: str, weights_only: bool = True) -> Source:
             rest.setdefault("global_step", content.get("global_steps", 0))
         if groups is not None:
             rest["optimizer_states"] = [{"state": state, "param_groups": groups}]
-        return source_of_dicts(directory, tensors, model, rest)
+        return source_of_dicts(path, tensors, model, rest)
 
 
-def _rank_files(directory: str, pattern: re.Pattern[str]) -> list[str]:
+def _rank_files(path: str, pattern: re.Pattern[str]) -> list[str]:
     """Return the files with names of a pattern, by rank."""
-    names = os.listdir(directory)
+    names = os.listdir(path)
     if unsupported := sorted(filter(_UNSUPPORTED.fullmatch, names)):
         raise FormatError(
             f"{unsupported[0]} is of model parallelism, a pipeline, experts or tensors offloaded to files, which is "
@@ -118,9 +115,9 @@ _CLASSES: list[Any] = [
 ]
 
 
-def _load(directory: str, name: str, weights_only: bool = True) -> Any:
+def _load(path: str, name: str, weights_only: bool = True) -> Any:
     with safe_globals(_CLASSES):
-        return map_file(os.path.join(directory, name), weights_only)
+        return map_file(os.path.join(path, name), weights_only)
 
 
 def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
@@ -138,14 +135,14 @@ def _of_parameters(
     optimizer, state = files[f"{_UNIVERSAL}/optimizer_state.pt"], State()
     base = optimizer.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # ZeRO 3 has the steps only here
     steps = {key: value for key, value in base.items() if not isinstance(value, Tensor) or not value.ndim}
-    for name, shape in chain(*(group.items() for group in shapes)):
-        state[name], folder = dict(steps), f"{_UNIVERSAL}/{name}/"
-        for file, value in files.items():
-            if file.startswith(folder):
-                tensor = value["param"] if isinstance(value, dict) else value
-                key = file.removeprefix(folder).removesuffix(".pt")
-                state[name][key] = tensor.view(shape) if tensor.ndim else tensor
-        model[name] = state[name].pop("fp32")
+    whole = {name: shape for group in shapes for name, shape in group.items()}
+    state |= {name: dict(steps) for name in whole}
+    for file, value in files.items():
+        folder, _, key = file.removesuffix(".pt").rpartition("/")
+        if (name := folder.removeprefix(f"{_UNIVERSAL}/")) in whole:
+            tensor = value["param"] if isinstance(value, dict) else value
+            state[name][key] = tensor.view(whole[name]) if tensor.ndim else tensor
+    model |= {name: entries.pop("fp32") for name, entries in state.items()}
     return state, _named(optimizer["param_groups"], shapes)
 
 
@@ -204,13 +201,8 @@ def _add_frozen(contents: Sequence[Mapping[str, Any]], model: dict[str, Any], te
 def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
     """Return the pieces of ZeRO 3: an equal part of each parameter on each rank, one after another in its vectors.
 
-    Args:
-        shapes: of the parameters in each vector; a large param group has several vectors.
-        lengths: of the vectors.
-        ranks: their number.
-
-    Raises:
-        ValueError: if the parameters don't fill their vectors.
+    A large param group has several vectors, whose shapes of parameters and lengths are given. Raises a ValueError if
+    the parameters don't fill their vectors.
     """
     pieces = dict[str, list[_Piece]]()
     for number, (group, length) in enumerate(zip(shapes, lengths, strict=True)):

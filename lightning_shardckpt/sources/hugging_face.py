@@ -16,25 +16,20 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.safetensors_header import SHARDING_INFO, parse_header, read_header
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, shown
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, list_tensors
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.system.text import list_some
 
 SAFE, BIN, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
-HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
-"""Names of weights in a Hugging Face directory, the preferred first, as in transformers."""
-ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-"""Names of the files of ``PeftModel.save_pretrained``, the preferred first."""
-
+_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)  # the preferred first, as in transformers
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # of PEFT, the preferred first
 _INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")  # such as ….index.ema.json
 
 
-def matches(path: str) -> bool:
-    """Return whether a path is a directory of Hugging Face, the index of one, or a file of safetensors."""
-    if os.path.isdir(path):
-        return bool(_weights_in(path))
-    return _INDEX.fullmatch(os.path.basename(path)) is not None or is_safetensors(path)
+def find(path: str) -> str | None:
+    """Return the path if it is a directory of Hugging Face, the index of one, or a file of safetensors; else None."""
+    return path if _weights_in(path) else None
 
 
 def is_safetensors(path: str) -> bool:
@@ -47,21 +42,23 @@ def is_safetensors(path: str) -> bool:
 
 
 def _weights_in(path: str) -> list[str]:
-    """Return the name of the file or of the index of a directory; several of the same rank are ambiguous."""
+    """Return the name of the file or of the index at a path; several of the same rank are ambiguous."""
+    if not os.path.isdir(path):
+        return [os.path.basename(path)] if _INDEX.fullmatch(os.path.basename(path)) or is_safetensors(path) else []
 
     def existing(names: tuple[str, ...]) -> list[str]:
         return [name for name in names if os.path.lexists(os.path.join(path, name))][:1]
 
-    return existing(HUB_WEIGHTS) or sorted(filter(_INDEX.fullmatch, os.listdir(path))) or existing(ADAPTERS)
+    return existing(_WEIGHTS) or sorted(filter(_INDEX.fullmatch, os.listdir(path))) or existing(_ADAPTERS)
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
     """Open a directory, an index file, or a file of safetensors; files of ``torch.save`` always with ``weights_only``.
     """
-    folder, found = (path, _weights_in(path)) if os.path.isdir(path) else (os.path.dirname(os.path.abspath(path)), [])
+    folder, found = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)), _weights_in(path)
     if len(found) > 1:
         raise FormatError(f"it holds {' and '.join(found)}. Give the path of one of these files.")
-    name = found[0] if found else os.path.basename(path)
+    name = found[0]
     weight_map = _weight_map_in(folder, name) if _INDEX.fullmatch(name) else {}
     files = list(dict.fromkeys(weight_map.values())) or [name]
     if not (name.startswith(SAFE) if weight_map else is_safetensors(os.path.join(folder, name))):
@@ -79,7 +76,8 @@ def open_path(path: str, weights_only: bool = True) -> Source:
         if lost:
             listed = list_some([f"{shown(key)} should be in {file}" for key, file in lost], 5)
             raise CorruptionError(f"not all tensors of the index are in the files\n  {listed}")
-        return foreign_source(path, reader, {"model": tensors})
+        table = {"model": list_tensors(reader, tensors)}
+        return Source(path, reader, table, lambda role, rank=0: None, lambda tensor: {}, has_weights_only=True)
 
 
 def _weight_map_in(path: str, index: str) -> dict[str, str]:

@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.state_dicts import rename_versions
 from lightning_shardckpt.system.text import count_text, list_some
@@ -41,13 +40,11 @@ class KeyMapping:
         function: the user's, which returns the new name of a stored name, or None to leave it out.
         names: of a dict, the entries of whole names.
         rules: of a dict, the expressions.
-        option: the name of the option in errors.
     """
 
     function: Callable[[str], str | None] | None = None
     names: Mapping[str, str | None] = field(default_factory=dict)
     rules: Sequence[_Rule] = ()
-    option: str = "key_mapping"
 
     @property
     def is_empty(self) -> bool:
@@ -55,12 +52,8 @@ class KeyMapping:
         return self.function is None and not self.names and not self.rules
 
     @classmethod
-    def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
-        """Return the mapping of a user's argument.
-
-        Args:
-            given: a dict or a function.
-            option: the name of the option in errors.
+    def of(cls, given: KeyMappingLike | None) -> KeyMapping:
+        """Return the mapping of a user's dict or function.
 
         Raises:
             ValueError: if it is neither, or an expression or a replacement is malformed.
@@ -68,16 +61,16 @@ class KeyMapping:
         if isinstance(given, KeyMapping):
             return given
         if callable(given):
-            return cls(given, option=option)
+            return cls(given)
         if not isinstance(given, Mapping | None):
             raise ValueError(
-                f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, "
+                "key_mapping is a dict from stored names (or regular expressions that are found in them) to new names, "
                 f"or a function, got {given!r}"
             )
         names, rules = dict[str, str | None](), list[_Rule]()
         for old, new in (given or {}).items():
             if not isinstance(old, str) or not isinstance(new, str | None):
-                raise ValueError(f"{option} has {old!r}: {new!r}, but a name must map to a name or None")
+                raise ValueError(f"key_mapping has {old!r}: {new!r}, but a name must map to a name or None")
             if not _OF_EXPRESSIONS.intersection(old):
                 names[old] = new
                 continue
@@ -85,12 +78,12 @@ class KeyMapping:
                 pattern = re.compile(old)
                 pattern.sub(new or "", "")
             except (re.error, IndexError) as error:
-                raise ValueError(f"{option}: {old!r} is not a regular expression for {new!r}: {error}") from None
+                raise ValueError(f"key_mapping: {old!r} is not a regular expression for {new!r}: {error}") from None
             rules.append((pattern, new))
-        return cls(None, names, rules, option)
+        return cls(None, names, rules)
 
     @classmethod
-    def of_texts(cls, texts: Iterable[str], option: str) -> KeyMapping:
+    def of_texts(cls, texts: Iterable[str]) -> KeyMapping:
         """Return the mapping of arguments of a command, each ``OLD=NEW``; ``OLD=null`` leaves out.
 
         Raises:
@@ -98,8 +91,8 @@ class KeyMapping:
         """
         pairs = [text.rpartition("=") for text in texts]
         if wrong := [new for _, equals, new in pairs if not equals]:
-            raise ValueError(f"{option} {wrong[0]!r} is not OLD=NEW")
-        return cls.of({old: None if new == "null" else new for old, _, new in pairs}, option)
+            raise ValueError(f"key_mapping {wrong[0]!r} is not OLD=NEW")
+        return cls.of({old: None if new == "null" else new for old, _, new in pairs})
 
     def __call__(self, name: str) -> str | None:
         """Return the new name of a stored name; None leaves it out.
@@ -108,12 +101,24 @@ class KeyMapping:
         >>> swap("a.w"), swap("b.w"), swap("scale")
         ('b.w', 'a.w', None)
         """
-        if self.function is None:
-            return self.names[name] if name in self.names else _apply(self.rules, name)
-        new = self.function(name)
-        if not isinstance(new, str | None):
-            raise MismatchError(f"{self.option} returns {new!r} for {name!r}; it must be a name or None")
-        return new
+        if self.function is not None:
+            given = self.function(name)
+            if not isinstance(given, str | None):
+                raise MismatchError(f"key_mapping returns {given!r} for {name!r}; it must be a name or None")
+            return given
+        if name in self.names:
+            return self.names[name]
+        if any(new is None and pattern.search(name) for pattern, new in self.rules):
+            return None
+        done, at = "", 0
+        while matches := [(match, new) for pattern, new in self.rules if (match := pattern.search(name, at))]:
+            match, new = min(matches, key=lambda pair: pair[0].start())
+            done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
+            if match.end() == match.start():  # an empty match: continue after the next character
+                done, at = done + name[at : at + 1], at + 1
+            if at >= len(name):
+                break
+        return done + name[at:]
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
         """Return the stored name by new name, of all that are not left out.
@@ -125,10 +130,9 @@ class KeyMapping:
         for name in names:
             if (new := self(name)) is not None:
                 renamed.setdefault(new, []).append(name)
-        collisions = [f"{new}  of {', '.join(olds)}" for new, olds in renamed.items() if len(olds) > 1]
-        if collisions:
+        if collisions := [f"{new}  of {', '.join(olds)}" for new, olds in renamed.items() if len(olds) > 1]:
             listed = list_some(collisions, between="\n  ")
-            raise MismatchError(f"{self.option} gives {count_text(len(collisions), 'name')} several times\n  {listed}")
+            raise MismatchError(f"key_mapping gives {count_text(len(collisions), 'name')} several times\n  {listed}")
         return {new: olds[0] for new, olds in renamed.items()}
 
     def unused(self, names: Collection[str]) -> list[str]:
@@ -139,22 +143,7 @@ class KeyMapping:
         """
         unused = [old for old in self.names if old not in names]
         unused += [pattern.pattern for pattern, _ in self.rules if not any(map(pattern.search, names))]
-        return [f"{self.option}: {old!r}  matches no name in the checkpoint" for old in unused]
-
-
-def _apply(rules: Sequence[_Rule], name: str) -> str | None:
-    """Return a name after the replacements of regular expressions, in one pass; None leaves it out."""
-    done, at = "", 0
-    if any(new is None and pattern.search(name) for pattern, new in rules):
-        return None
-    while matches := [(match, new) for pattern, new in rules if (match := pattern.search(name, at))]:
-        match, new = min(matches, key=lambda pair: pair[0].start())
-        done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
-        if match.end() == match.start():  # an empty match: continue after the next character
-            done, at = done + name[at : at + 1], at + 1
-        if at >= len(name):
-            break
-    return done + name[at:]
+        return [f"key_mapping: {old!r}  matches no name in the checkpoint" for old in unused]
 
 
 # ── renamed sources ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,7 +172,7 @@ def rename(
     Raises:
         MismatchError: for names to leave out of optimizers that number their parameters.
     """
-    model = source.components().get("model", Component({}))
+    model = source.component("model")
     stored_names = dict(sorted(names.items(), key=lambda item: item[1] in model.aliases))  # owners of ties come first
     renamed: dict[str, list[str]] = {}  # names in the result by stored key; all but the first are ties
     for name, stored in stored_names.items():
@@ -248,7 +237,7 @@ def map_names(
     """
     if mapping.is_empty and move is None:
         return source, []
-    model, document = source.components().get("model", Component({})), source.document("optimizer")
+    model, document = source.component("model"), source.document("optimizer")
     entries = (*(source.document("model") or ()), *(source.document("frozen") or ()))
     stored = {*model.names, *entries, *parameters_of(document, range(len(document or ())))}
     known = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))

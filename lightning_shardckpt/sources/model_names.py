@@ -20,14 +20,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_shardckpt.compat.transformers import (
-    Conversion,
-    conversions_of,
-    patterns_that_may_be_unexpected,
-)
+from lightning_shardckpt.compat.transformers import Conversion, conversions_of, patterns_that_may_be_unexpected
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, list_tensors
@@ -35,9 +30,7 @@ from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft import added_names, live_names_in_file
 
 
-def fit_names(
-    source: Source, module: nn.Module, state: Collection[str], option: str = "key_mapping"
-) -> tuple[Source, list[str]]:
+def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tuple[Source, list[str]]:
     """Return the weights under the names of a model, and a line for each tensor that can't be converted.
 
     Tensors that the model lacks get the names that they would have there.
@@ -46,13 +39,12 @@ def fit_names(
         source: of the component "model".
         module: the LightningModule, or any stage of a pipeline.
         state: the names of the whole model's state.
-        option: the name of the user's mapping, for errors.
 
     Raises:
         MismatchError: if nothing matches, or several parts of the model match equally.
     """
-    stored = sorted(source.components().get("model", Component({})).names)
-    best = _best_candidate(source.path, stored, [n for n in state if not is_extra_state(n)], module, option)
+    stored = sorted(source.component("model").names)
+    best = _best_candidate(source.path, stored, [n for n in state if not is_extra_state(n)], module)
     names, joined, problems = dict[str, str](), dict[str, ForeignTensor](), list[str]()
     for live, where in best.hits.items():
         if isinstance(where, str):
@@ -69,7 +61,7 @@ def fit_names(
         if (new := best.prefix + name.removeprefix(best.stored_prefix)) not in joined:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
-    table = {**fitted.table["model"], **list_tensors(source.reader, "model", joined)}
+    table = {**fitted.table["model"], **list_tensors(source.reader, joined)}
     return replace(fitted, table={**fitted.table, "model": table}), problems
 
 
@@ -109,21 +101,19 @@ class _Candidate(NamedTuple):
         return len(self.used()), self.has_adapter, len(self.hits)
 
 
-def _best_candidate(
-    path: str, stored: Sequence[str], state: Collection[str], module: nn.Module, option: str
-) -> _Candidate:
+def _best_candidate(path: str, stored: Sequence[str], state: Collection[str], module: nn.Module) -> _Candidate:
     ranked = [(candidate.rank(), candidate) for candidate in _candidates(stored, state, module)]
     rank, best = max(ranked, key=lambda pair: pair[0])  # the first of several
     if not best.hits:
         raise MismatchError(
             f"no tensor at {path!r} has a name that {type(module).__name__} has. Stored are, for example, "
-            f"{stored[:3]}; the model has {sorted(state)[:3]}. Give a {option}."
+            f"{stored[:3]}; the model has {sorted(state)[:3]}. Give a key_mapping."
         )
     for part, rival in ((best.prefix, candidate.prefix) for other, candidate in ranked if other == rank):
         if part and rival and not (rival.startswith(part) or part.startswith(rival)):
             raise MismatchError(
                 f"the weights at {path!r} fit {part[:-1]!r} and {rival[:-1]!r} of {type(module).__name__} alike; say "
-                f'which is meant, such as {option}={{"^": "{part}"}}'
+                f'which is meant, such as key_mapping={{"^": "{part}"}}'
             )
     return best
 
@@ -186,13 +176,7 @@ def _hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Joined]:
-    """Return the stored name, or the stored tensors to join, by name in a model of transformers.
-
-    Args:
-        model: whose conversions are applied.
-        stored: names in the model's files.
-        known: names in the model.
-    """
+    """Return the stored name, or the stored tensors to join, by the names that a model of transformers knows."""
     steps, prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
     converters = [step for step in steps if isinstance(step, Conversion)]
 
@@ -223,7 +207,7 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 def _convert(joined: Joined, source: Source) -> ForeignTensor:
     """Return the tensor that a conversion makes. Raises an UnsupportedError that names the operation."""
-    patterns, keys = joined.converter.source_patterns, source.components()["model"].names
+    patterns, keys = joined.converter.source_patterns, source.component("model").names
     pieces = dict[str, list[ForeignTensor]]()
     for pattern in (pattern for pattern in patterns if pattern in joined.parts):
         located = [source.table["model"][keys[name]].located for name in joined.parts[pattern]]

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from lightning_shardckpt.errors import (
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.format.value_checks import check_file_name, checksum
 from lightning_shardckpt.sources import hugging_face
-from lightning_shardckpt.sources.source import Source, sharded_source
+from lightning_shardckpt.sources.source import MALFORMED, Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.host import TUNING
@@ -43,19 +43,22 @@ DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_state
 _MARKS = frozenset({ROOT_NAME, DCP_NAME})  # files that mark a checkpoint directory
 
 
-def find_dcp_directory(path: str) -> str | None:
-    """Return the directory with ``.metadata``: ``path``, or OLMo-core's below it; None if there is none."""
+def _find_dcp(path: str) -> str | None:
+    """Return the directory with ``.metadata``: ``path``, or OLMo-core's below it."""
     directories = (path, os.path.join(path, "model_and_optim"))
     return next((one for one in directories if os.path.isfile(os.path.join(one, DCP_NAME))), None)
 
 
-def find_deepspeed_directory(path: str) -> str | None:
+def _find_deepspeed(path: str) -> str | None:
     """Return the directory with DeepSpeed's files of ranks: ``path``, or the one that its file ``latest`` names."""
-    tagged = path
     with suppress(OSError, ValueError):
-        tagged = os.path.join(path, check_file_name(Path(path, "latest").read_text("utf-8")[:4096].strip()))
-    is_one = os.path.isdir(tagged) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(tagged)))
-    return tagged if is_one else None
+        path = os.path.join(path, check_file_name(Path(path, "latest").read_text("utf-8")[:4096].strip()))
+    is_one = os.path.isdir(path) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(path)))
+    return path if is_one else None
+
+
+def _find_torch_file(path: str) -> str | None:
+    return path if os.path.isfile(path) and hugging_face.find(path) is None else None
 
 
 class Format(NamedTuple):
@@ -63,25 +66,25 @@ class Format(NamedTuple):
 
     Attributes:
         name: for messages.
-        module: the module of this folder whose ``open_path`` opens such a path; it may import torch.
-        matches: returns whether a path has this format, by names and first bytes.
+        module: the module of this folder whose ``open_path`` opens what ``find`` returns; it may import torch.
+        find: returns the file or directory of this format at a path, or None, by names and first bytes.
     """
 
     name: str
     module: str
-    matches: Callable[[str], bool]
+    find: Callable[[str], str | None]
 
 
 FORMATS = [
-    Format("a checkpoint of torch.distributed.checkpoint", "dcp", lambda path: find_dcp_directory(path) is not None),
-    Format("a checkpoint of DeepSpeed", "deepspeed", lambda path: find_deepspeed_directory(path) is not None),
-    Format("a Hugging Face directory", "hugging_face", hugging_face.matches),
-    Format("a file of torch.save", "torch_save", lambda path: os.path.isfile(path) and not hugging_face.matches(path)),
+    Format("a checkpoint of torch.distributed.checkpoint", "dcp", _find_dcp),
+    Format("a checkpoint of DeepSpeed", "deepspeed", _find_deepspeed),
+    Format("a Hugging Face directory", "hugging_face", hugging_face.find),
+    Format("a file of torch.save", "torch_save", _find_torch_file),
 ]
 
 
-def detect_format(path: str) -> Format | None:
-    """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
+def _find_format(path: str) -> tuple[Format, str] | None:
+    """Return the format of another program at a path, and its file or directory; None for this package's own.
 
     A checkpoint of this package may contain files of some others, which are not opened. The rest of an unfinished save
     has no format.
@@ -96,8 +99,8 @@ def detect_format(path: str) -> Format | None:
     if os.path.isdir(path) and not ours and (name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))):
         return None
     beside = ("hugging_face", "deepspeed") if ours else ()  # an export, or files that somebody put there
-    matching = [one for one in FORMATS if one.module not in beside and one.matches(path)]
-    names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
+    matching = [(one, found) for one in FORMATS if one.module not in beside and (found := one.find(path)) is not None]
+    names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one, _ in matching]
     if len(names) > 1:
         raise FormatError(f"{path!r} is {' and '.join(names)} at once, so the format is ambiguous. Move one elsewhere.")
     return matching[0] if matching else None
@@ -136,21 +139,18 @@ def open_on_ranks(
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: if the ranks see different checkpoints at the path.
     """
-    opened, reports, deadline = list[Source](), list[Any](), time.monotonic() + storage.visible_within_s
-
-    def close() -> None:
-        while opened:
-            opened.pop().close()
+    sources, reports, deadline = list[Source](), list[Any](), time.monotonic() + storage.visible_within_s
 
     def look() -> dict[str, Any]:
-        close()
+        opened.close()
         if not reports:
             reports.append(report())
         try:
             source, identity = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
-        opened.append(source)
+        opened.callback(source.close)
+        sources[:] = [source]
         return {"id": identity, "report": reports[0]}
 
     def compare(views: list[dict[str, Any]]) -> list[Any] | None:
@@ -166,12 +166,10 @@ def open_on_ranks(
             "ranks share"
         )
 
-    try:
+    with ExitStack() as opened:
         while (answer := ranks.step(f"opening checkpoint {path!r}", look, compare)) is None:
             time.sleep(TUNING.look_again_s)
-        yield opened[0], answer
-    finally:
-        close()
+        yield sources[0], answer
 
 
 def open_source(
@@ -179,44 +177,31 @@ def open_source(
 ) -> tuple[Source, str]:
     """Open the source at a path in this process alone; one of this package without importing torch.
 
-    Args:
-        path: as in ``open_on_ranks``.
-        storage: as in ``open_on_ranks``.
-        verify: as in ``open_on_ranks``.
-        weights_only: as in ``open_on_ranks``.
-        for_export: as in ``sharded_source``.
+    Args are those of ``open_on_ranks``; ``for_export`` is that of ``sharded_source``.
 
     Returns:
         The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.
 
     Raises:
         CheckpointNotFoundError: if there is no readable checkpoint; suggests other paths.
-        FormatError: if several formats match.
+        CorruptionError: if files of another program are missing or damaged.
+        FormatError: if they are not laid out as expected, or several formats match.
     """
-    if (other := detect_format(path)) is None:
+    if (found := _find_format(path)) is None:
         checkpoint = open_checkpoint(path, storage)
         source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
         return source, checkpoint.root.save_id
-    source = _open_foreign(other, path, weights_only)
-    kinds = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
-    return source, f"{other.name}, {checksum(json.dumps(kinds, sort_keys=True).encode())}"
-
-
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError, RecursionError)
-"""Errors of Python for content that is not laid out as expected."""
-
-
-def _open_foreign(other: Format, path: str, weights_only: bool) -> Source:
-    """Open a checkpoint of another program; errors name the path."""
+    (name, module, _), place = found
     try:
-        source: Source = import_module(f"{__package__}.{other.module}").open_path(path, weights_only)
+        source = import_module(f"{__package__}.{module}").open_path(place, weights_only)
     except (FormatError, CorruptionError) as error:
         raise type(error)(str(error) if path in str(error) else f"{path!r}: {error}") from error.__cause__
     except ShardCkptError:
         raise
     except MALFORMED as error:
-        raise FormatError(f"{path!r}: not laid out as {other.name} is: {repr(error)[:500]}") from error
-    return source
+        raise FormatError(f"{path!r}: not laid out as {name} is: {repr(error)[:500]}") from error
+    kinds = {n: {k: (one.spec.dtype, one.spec.shape) for k, one in of.items()} for n, of in source.table.items()}
+    return source, f"{name}, {checksum(json.dumps(kinds, sort_keys=True).encode())}"
 
 
 def open_checkpoint(

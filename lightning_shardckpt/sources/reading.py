@@ -10,9 +10,8 @@ import torch
 
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.format.layout import Box, Part
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.source import Source, StoredTensor
-from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
+from lightning_shardckpt.sources.source import Source, StoredTensor, read_windows
+from lightning_shardckpt.state.dtensor_layout import parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.transfer.reader import Request, fetch, windows
 
@@ -28,11 +27,6 @@ class ReadTarget(NamedTuple):
     component: str
     key: str
     tensor: torch.Tensor
-
-
-def read_targets(source: Source, targets: Iterable[ReadTarget]) -> None:
-    """Plan and perform reads at once; see ``plan_reads``."""
-    plan_reads(source, targets)()
 
 
 def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], None]:
@@ -116,20 +110,12 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     Raises:
         CorruptionError: naming file, tensor and rank, if the format has checksums.
     """
-    first, *others = [source.spec(component, key) for key in keys]
-    if any((spec.dtype, spec.shape) != (first.dtype, first.shape) for spec in others):
+    specs = [source.table[component][key].spec for key in keys]
+    if len({(spec.dtype, spec.shape) for spec in specs}) > 1:
         return False
-    whole, shape = Box.whole(first.shape), first.shape
-    parts: tuple[Part, ...] = (Part(whole, whole.start),)
-    if like is not None and tuple(dtensor.shape_of(like)) == shape:
-        parts, shape = parts_of(like, this_rank()), tuple(local_tensor(like).shape)
-    size = DTYPE_BYTES[first.dtype]
-    for window in windows(shape, _COMPARED_BYTES // size):
-        contents = {key: bytearray(window.numel * size) for key in keys}
-        for key, content in contents.items():
-            memory = memoryview(content)
-            requests = source.requests(component, key, parts_within(parts, window), window.shape, memory)
-            fetch(source, requests, verify=source.verify)
-        if any(content != contents[keys[0]] for content in contents.values()):
-            return False
-    return True
+    boxes = [Box.whole(specs[0].shape)]
+    if like is not None and tuple(dtensor.shape_of(like)) == specs[0].shape:
+        boxes = [part.box for part in parts_of(like, this_rank())]
+    wanted = ([(component, key, box) for box in boxes] for key in keys)
+    windows_of_each = (read_windows(source, of, _COMPARED_BYTES) for of in wanted)
+    return all(len({bytes(data) for _, data in same}) == 1 for same in zip(*windows_of_each, strict=True))

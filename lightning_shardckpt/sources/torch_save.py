@@ -19,55 +19,50 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
+from lightning_shardckpt.sources.source import (
+    MALFORMED,
+    ForeignBox,
+    ForeignTensor,
+    Source,
+    close_on_error,
+    list_tensors,
+)
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts, versions_of
+from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, is_weights, lift_state_dicts, versions_of
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 _HELD_TENSORS = 2  # two threads are rarely further apart
-_UNREADABLE = (
-    *(RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError),
-    *(BadZipFile, struct.error),
-)
 
 
 def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
     """Open a file of ``torch.save`` with a checkpoint of Lightning, a dict of state dicts, or a state dict.
 
     Of several modules, the source has the one under "model" if there is one; its ``all_modules`` returns all, the names
-    of several prefixed by their keys.
-
-    Args:
-        path: of the file; with ``files``, of their directory.
-        weights_only: as in ``torch.load``.
-        files: names of several files, each with a part of a state dict.
+    of several prefixed by their keys. With ``files``, the path is their directory, and each has a part of a state dict.
     """
-    folder, name = os.path.split(os.path.abspath(path)) if files is None else (path, "")
-    names = files or [name]
+    folder, names = (path, files) if files else (os.path.dirname(os.path.abspath(path)), [os.path.basename(path)])
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
         tensors = DictTensors(reader, names)
-        contents = [map_file(os.path.join(folder, name), weights_only) for name in names]
+        content, *others = [map_file(os.path.join(folder, name), weights_only) for name in names]
+        content = {**content, **{key: value for one in others for key, value in one.items()}} if others else content
 
         def source(only: str | None) -> Source:
-            (rest, state_dict), *others = [_split(content, path, only) for content in contents]
-            for _, other in others:
-                state_dict = {**(state_dict or {}), **(other or {})}
+            rest, state_dict = _split(content, path, only)
             return source_of_dicts(path, tensors, state_dict, rest, lambda: source(None))
 
         return source("model")
 
 
 class DictTensors:
-    """The tensors of dicts from files; for readers, each is a file of its row-major bytes, which are checked when read.
+    """The tensors of dicts from files; a ``Reader`` of them, as if each were a file of its row-major bytes.
 
     A tensor is in memory, or a stand-in on the meta device for parts of others, which are loaded when they are read.
-    Implements ``Reader``.
 
     Args:
         files: the reader of the files that hold the tensors.
@@ -129,15 +124,8 @@ def source_of_dicts(
     rest: dict[str, Any],
     all_modules: Callable[[], Source] | None = None,
 ) -> Source:
-    """Return the source of Lightning's checkpoint dict.
-
-    Args:
-        path: of the checkpoint.
-        tensors: of the dicts.
-        state_dict: of the model; None if there is none.
-        rest: the other entries; changed.
-        all_modules: see ``Source``.
-    """
+    """Return the source of a model's state dict, if there is one, and the rest of Lightning's checkpoint dict."""
+    rest = dict(rest)
     leaves, documents = dict[str, Leaves](), dict[str, Any]()
     if state_dict is not None:
         leaves["model"], values = model_leaves(state_dict)
@@ -149,8 +137,16 @@ def source_of_dicts(
         check_document("frozen", rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
     stored = {n: {key: tensors.locate(f"{n}/{key}", t) for key, t in of.tensors.items()} for n, of in leaves.items()}
-    aliases = {name: one.aliases for name, one in leaves.items()}
-    return foreign_source(path, tensors, stored, aliases, documents, rest, all_modules)
+    return Source(
+        path,
+        tensors,
+        {component: list_tensors(tensors, located) for component, located in stored.items()},
+        document=lambda role, rank=0: documents.get(role),
+        trainer=lambda tensor: dict(rest),
+        aliases={component: of.aliases for component, of in leaves.items()},
+        all_modules=all_modules,
+        has_weights_only=state_dict is not None and documents.get("optimizer") is None and VERSION not in rest,
+    )
 
 
 def map_file(path: str, weights_only: bool) -> Any:
@@ -162,7 +158,7 @@ def map_file(path: str, weights_only: bool) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except FileNotFoundError:
         raise CorruptionError(f"{path!r}: the file is missing") from None
-    except _UNREADABLE as error:
+    except (*MALFORMED, RuntimeError, BadZipFile, struct.error) as error:
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
     raise FormatError(
         f"{path!r} was packed again by another program: {shown(packed[0])} in it is compressed, so it can't be mapped "

@@ -293,7 +293,7 @@ class StoredOptimizer:
     Args:
         number: of the optimizer.
         document: its part of the document "optimizer".
-        component: the tensors of all optimizers; None if there are none.
+        component: the tensors of all optimizers.
         decode: decodes the result of ``encode_small``.
 
     Attributes:
@@ -304,7 +304,7 @@ class StoredOptimizer:
         self,
         number: int,
         document: dict[str, Any],
-        component: Component | None,
+        component: Component,
         decode: Callable[[Any], Any],
     ) -> None:
         groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
@@ -317,7 +317,7 @@ class StoredOptimizer:
             for item in shared:
                 for param in item["params"]:  # which share no mutable memory
                     self.values.setdefault(param, {})[name] = decode(item["value"])
-        self.specs = component.tensors if component is not None else {}
+        self.specs = component.tensors
         self.tensors: dict[str, dict[str, str]] = {}
         prefix = f"{number}/"
         for key in self.specs:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.open_source import open_checkpoint
-from lightning_shardckpt.sources.source import sharded_source
+from lightning_shardckpt.sources.source import read_windows, sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
-from lightning_shardckpt.transfer.reader import Checkpoint, read_windows
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _ABSENT = "–"
 _SHOWN = 32

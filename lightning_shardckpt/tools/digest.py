@@ -18,12 +18,11 @@ from lightning_shardckpt.format.layout import Shape
 from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import bytes_in, checksum
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source import Source, read_windows
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
-from lightning_shardckpt.transfer.reader import read_windows
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -78,7 +77,7 @@ def digest(
         outputs = _tensors(stored, names)
         places = list(dict.fromkeys((*one.source, one.box) for every in outputs.values() for one in every))
         hashers = [xxhash.xxh3_64() for _ in places]
-        specs = [(stored.spec(component, key), box) for component, key, box in places]
+        specs = [(stored.table[component][key].spec, box) for component, key, box in places]
         with progress(sum(bytes_in(box.shape if box else spec.shape, spec.dtype) for spec, box in specs)) as advance:
             for number, data in read_windows(stored, places):
                 hashers[number].update(data)
@@ -112,15 +111,16 @@ def digest(
 
 def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
     """Return the tensors of each component, under each of their names."""
-    components, outputs = stored.components(), dict[str, list[OutputTensor]]()
+    outputs = dict[str, list[OutputTensor]]()
     if names == "huggingface":
-        keys = components["model"].names if "model" in components else {}
+        keys = (component := stored.component("model")).names
         model = hf_directory.pick_model(stored.document("huggingface"), keys)
         if model is None:
             raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-        return {"model": list(model.tensors(keys, components["model"]))}
-    for name in filter(components.__contains__, _DIGESTED):
-        specs = ((new, key, components[name].tensors[key]) for new, key in components[name].names.items())
+        return {"model": list(model.tensors(keys, component))}
+    for name in filter(stored.table.__contains__, _DIGESTED):
+        component = stored.component(name)
+        specs = ((new, key, component.tensors[key]) for new, key in component.names.items())
         outputs[name] = [OutputTensor(new, spec.dtype, spec.shape, (name, key)) for new, key, spec in specs]
     return outputs
 

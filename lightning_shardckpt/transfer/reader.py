@@ -28,11 +28,10 @@ from lightning_shardckpt.format.index import (
     RankIndex,
     RootIndex,
     ShardEntry,
-    TensorSpec,
     rank_index_from_json,
     root_from_json,
 )
-from lightning_shardckpt.format.layout import Box, Part, Shape, iterate_indices
+from lightning_shardckpt.format.layout import Box, Shape, iterate_indices
 from lightning_shardckpt.format.plan import ByteRuns, Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import read_header
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum, checksum_blocks, slice_checksums
@@ -40,7 +39,6 @@ from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.system.host import allocate_pages
 from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
 
-WINDOW_BYTES = 32 << 20  # of memory for tensors that are read window by window
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest
 
@@ -246,18 +244,6 @@ class Files(Protocol):
         """The reader of its files."""
 
 
-class StoredTensors(Files, Protocol):
-    """Stored tensors of any format, as boxes of bytes in files. Not thread-safe."""
-
-    def spec(self, component: str, key: str) -> TensorSpec:
-        """Return the spec of a tensor."""
-
-    def requests(
-        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
-    ) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
-
-
 def fetch(files: Files, requests: Iterable[Request], *, verify: bool, sizes: ReadSizes | None = None) -> None:
     """Read the regions of the requests into their targets, and verify their checksums, in one pass.
 
@@ -432,8 +418,6 @@ def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tu
     ]
 
 
-# ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def windows(shape: Shape, limit: int) -> Iterator[Box]:
     """Yield boxes of at most ``limit`` elements that are consecutive in row-major memory and cover ``shape``.
@@ -451,42 +435,3 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
         stop = tuple(i + 1 for i in index)
         for low in range(0, shape[dim], step):
             yield Box((*index, low, *(0 for _ in inner)), (*stop, min(low + step, shape[dim]), *inner))
-
-
-def read_windows(
-    tensors: StoredTensors, wanted: Iterable[tuple[str, str, Box | None]], nbytes: int = WINDOW_BYTES
-) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of tensors or of parts of them, window by window; every byte is verified if it has a checksum.
-
-    Windows that fit into memory together are read together. Each window reads the whole of the blocks that it touches,
-    so a block that two windows share is read for both: windows should be much larger than blocks.
-
-    Args:
-        tensors: the tensors.
-        wanted: component and key of each tensor, and the part of it, None for all of it.
-        nbytes: the size of the memory.
-
-    Yields:
-        The number of the tensor in ``wanted``, and its next bytes, which are valid until the next step.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank.
-    """
-    memory, used = memoryview(allocate_pages(nbytes)), 0
-    batch, requests = list[tuple[int, memoryview]](), list[Request]()
-    for number, (component, key, part) in enumerate(wanted):
-        spec = tensors.spec(component, key)
-        size, region = DTYPE_BYTES[spec.dtype], part or Box.whole(spec.shape)
-        for window in windows(region.shape, nbytes // size):
-            length = window.numel * size
-            if used + length > nbytes:
-                fetch(tensors, requests, verify=True)
-                yield from batch
-                batch, requests, used = [], [], 0
-            target = memory[used : used + length]
-            parts = (Part(window.shift(region.start), (0,) * len(spec.shape)),)
-            requests += tensors.requests(component, key, parts, window.shape, target)
-            batch.append((number, target))
-            used += length
-    fetch(tensors, requests, verify=True)
-    yield from batch

@@ -6,9 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from lightning_shardckpt.export.safetensors_export import plan_safetensors
 from lightning_shardckpt.export.torch_export import plan_torch
-from lightning_shardckpt.export.whole_files import Options, write
+from lightning_shardckpt.export.whole_files import Options, plan_safetensors, write
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.storage.local_files import open_output
@@ -22,5 +21,5 @@ def in_windows(path: Path, output: Path, nbytes: int, *, key_mapping: Any = None
     with closing(source) as stored:
         export = plan_torch(stored, chosen) if chosen.format == "torch" else plan_safetensors(stored, chosen)
         with open_output(str(output), is_file=chosen.is_file, replaceable=lambda path: False) as (create, _):
-            write(stored, export, create, window_bytes=nbytes)
+            write(export, create, window_bytes=nbytes)
     return output

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import FormatError, StateError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.export.torch_export import sort_by_layer
 from tests.support import pipes as pipelines
 from tests.support import tiny, zoo
@@ -204,7 +204,7 @@ def test_a_conversion_rounds_as_torch_does(saved: Path, tmp_path: Path) -> None:
 def test_names_that_make_no_sense_are_errors(options: Any, words: str, copy: Path) -> None:
     for format in ("torch", "safetensors"):
         if options.get("format", format) == format:
-            with pytest.raises((ValueError, FormatError), match=words):
+            with pytest.raises((ValueError, MismatchError), match=words):
                 consolidate(copy, **{"format": format, **options})
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_shardckpt import ShardCkptIO, load_keys
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.export.safetensors_export import export_beside
+from lightning_shardckpt.export.consolidation import export_beside
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.exports import in_windows

@@ -18,8 +18,8 @@ from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.export.safetensors_export import ADAPTER_CONFIG as CONFIG
-from lightning_shardckpt.export.safetensors_export import ADAPTER_WEIGHTS as WEIGHTS
+from lightning_shardckpt.export.whole_files import ADAPTER_CONFIG as CONFIG
+from lightning_shardckpt.export.whole_files import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft import adapters_from_json, adapters_of, adapters_to_json
 from tests.support import adapters, small, tiny

@@ -25,12 +25,11 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
+from lightning_shardckpt.sources.source import Source, read_windows
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
-from lightning_shardckpt.transfer.reader import read_windows
 from tests.support import tiny
 
 TENSORS = {
@@ -47,9 +46,9 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOO
 
 
 def read(source: Source) -> dict[str, Tensor]:
-    specs = source.components()["model"].tensors.items()
+    specs = source.component("model").tensors.items()
     targets = [ReadTarget("model", key, torch.empty(spec.shape, dtype=DTYPES[spec.dtype])) for key, spec in specs]
-    read_targets(source, targets)
+    plan_reads(source, targets)()
     return {key: target.tensor for (key, _), target in zip(specs, targets, strict=True)}
 
 

@@ -64,9 +64,11 @@ def compared(
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     live = module.state_dict()
     whole = WholeNames(frozenset(live), tied_names(module))
-    source, problems = Pretrained("", mapping).fit(open_path(str(tmp_path / "w.safetensors")), module, whole)
+    file = open_path(str(tmp_path / "w.safetensors"))
+    source, problems = Pretrained("", mapping).fit(file, module, whole)
     match = match_targets(source, LoadTargets.of_module(module, live, whole))
-    filled = [(row.names, source.table["model"][row.stored].key) for row in match.rows if row.stored is not None]
+    names = {id(one): name for name, one in file.table["model"].items()}
+    filled = [(row.names, names[id(source.table["model"][row.stored])]) for row in match.rows if row.stored is not None]
     return {name: key for names, key in filled for name in names}, problems + match.problems
 
 
@@ -183,7 +185,7 @@ def shout(name: str) -> str | None:
     ],
 )
 def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
-    mapping = KeyMapping.of_texts(given, "") if isinstance(given, list) else KeyMapping.of(given)
+    mapping = KeyMapping.of_texts(given) if isinstance(given, list) else KeyMapping.of(given)
     if found is not None:
         assert mapping.apply(NAMES) == found
         return
@@ -202,8 +204,8 @@ def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) 
     ],
 )
 def test_what_is_no_mapping_is_wrong_usage(given: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"^renames.*{re.escape(words)}"):
-        KeyMapping.of_texts(given, "renames") if isinstance(given, list) else KeyMapping.of(given, "renames")
+    with pytest.raises(ValueError, match=f"^key_mapping.*{re.escape(words)}"):
+        KeyMapping.of_texts(given) if isinstance(given, list) else KeyMapping.of(given)
 
 
 # ── files of PEFT's adapters, loaded into its models ──────────────────────────────────────────────────────────────────

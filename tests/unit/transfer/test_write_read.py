@@ -17,8 +17,8 @@ from lightning_shardckpt.format.layout import REPLICATED, Box, DimShard, Layout,
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.format.value_checks import checksum, checksum_blocks
-from lightning_shardckpt.sources.source import sharded_source
-from lightning_shardckpt.transfer.reader import Checkpoint, ReadSizes, fetch, read_windows
+from lightning_shardckpt.sources.source import read_windows, sharded_source
+from lightning_shardckpt.transfer.reader import Checkpoint, ReadSizes, fetch
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 from tests.support import worlds
 from tests.support.storages import MemoryReader, MemoryStorage
