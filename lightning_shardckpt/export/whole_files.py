@@ -16,14 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_shardckpt.errors import FormatError, MismatchError
-from lightning_shardckpt.format.safetensors_header import (
-    OutputTensor,
-    build_index,
-    group_by_size,
-    name_chunks,
-    name_tensor_file,
-    plan_file,
-)
+from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, OutputTensor, build_header
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.source import WINDOW_BYTES, Source, read_windows
 from lightning_shardckpt.state import hf_directory
@@ -43,6 +37,10 @@ _TAKES: dict[str, set[str]] = {
     "huggingface": {"size_per_shard", "dtype", "key_mapping"},
     "peft": set(),
 }
+_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
+_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
+_SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
+_NAME_BYTES = 255
 _OPTIMIZER = "optimizer.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WRITER = {"writer": "lightning-shardckpt"}  # in every safetensors file that a later export may replace
@@ -143,8 +141,20 @@ class Export:
         return OutputTensor(name or key, dtype or spec.dtype, spec.shape, (component, key))
 
     def add(self, name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str]) -> None:
-        """Add a safetensors file."""
-        ordered, header, begins = plan_file(name, tensors, {"format": "pt", **metadata})
+        """Add a safetensors file; the widest elements come first, so that every tensor is aligned.
+
+        Raises:
+            FormatError: naming a tensor that safetensors cannot hold.
+        """
+        ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
+        if ordered and ordered[0].dtype == "C128":
+            raise FormatError(
+                f"{ordered[0].name!r} is complex128, which safetensors lacks; leave it out, or write for torch"
+            )
+        named = ((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered)
+        header, begins = build_header(named, {"format": "pt", **metadata}, alignment=_ALIGNMENT)
+        if (nbytes := len(header) - LENGTH_BYTES) > _HEADER_BYTES:
+            raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
 
         def begin(file: int) -> Sequence[int]:
             write_at(file, memoryview(header), 0)
@@ -281,19 +291,57 @@ def _add_files(
 
     ``ties``, for the metadata, are the names under which tensors are written, by further names.
     """
+    limit = int((options.size_per_shard or _SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
+    groups = _group_by_size(tensors, limit) or [[]]
     if options.files == "one_file_per_tensor":
         groups = [[tensor] for tensor in tensors]
-        names = [name_tensor_file(stem, tensor.name) for tensor in tensors]
-    else:
-        limit = int((options.size_per_shard or _SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
-        groups = group_by_size(tensors, limit) or [[]]
-        names = name_chunks(stem, len(groups))
+        names = [_name_tensor_file(stem, tensor.name) for tensor in tensors]
+    elif len(groups) == 1:
+        names = [f"{stem}.safetensors"]
+    else:  # by the convention of Hugging Face
+        count = len(groups)
+        names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     for name, group in zip(names, groups, strict=True):
         written = {tensor.name for tensor in group}
         group_ties = {name: of for name, of in ties.items() if of in written and name != "format"}
         export.add(name, group, {**_WRITER, **group_ties})
     if len(names) > 1 or options.files == "one_file_per_tensor":
-        export.documents[f"{stem}.safetensors.index.json"] = build_index(zip(names, groups, strict=True))
+        weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        text = json.dumps(index, indent=2, ensure_ascii=False)
+        export.documents[f"{stem}.safetensors.index.json"] = f"{text}\n".encode()
+
+
+def _group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
+    """Group tensors, in their order, into groups of at most ``limit`` bytes; a larger tensor gets its own group.
+
+    >>> def sized(n): return OutputTensor(str(n), "U8", (n,), ("model", "x"))
+    >>> [[t.name for t in group] for group in _group_by_size(map(sized, (3, 4, 20, 5)), 8)]
+    [['3', '4'], ['20'], ['5']]
+    """
+    groups: list[list[OutputTensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or (size + tensor.nbytes > limit and size > 0):
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def _name_tensor_file(stem: str, tensor: str) -> str:
+    """Return the file name of a single tensor; unique per tensor even on case-insensitive file systems.
+
+    >>> _name_tensor_file("model", "a.b-c"), _name_tensor_file("model", "A/b")
+    ('model.a.b%2Dc.safetensors', 'model.%41%2Fb.safetensors')
+    """
+    safe = "".join(c if c in _SAFE and not c.isupper() else "".join(f"%{b:02X}" for b in c.encode()) for c in tensor)
+    name = f"{stem}.{safe}.safetensors"
+    if len(name) > _NAME_BYTES:
+        raise FormatError(f"{tensor!r} is too long for the name of a file; use split 'chunks'")
+    return name
 
 
 def plan_adapters(stored: Source) -> Export:

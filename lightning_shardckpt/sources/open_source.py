@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import (
     CheckpointNotFoundError,
@@ -61,30 +61,18 @@ def _find_torch_file(path: str) -> str | None:
     return path if os.path.isfile(path) and hugging_face.find(path) is None else None
 
 
-class Format(NamedTuple):
-    """A format of another program.
-
-    Attributes:
-        name: for messages.
-        module: the module of this folder whose ``open_path`` opens what ``find`` returns; it may import torch.
-        find: returns the file or directory of this format at a path, or None, by names and first bytes.
-    """
-
-    name: str
-    module: str
-    find: Callable[[str], str | None]
-
-
-FORMATS = [
-    Format("a checkpoint of torch.distributed.checkpoint", "dcp", _find_dcp),
-    Format("a checkpoint of DeepSpeed", "deepspeed", _find_deepspeed),
-    Format("a Hugging Face directory", "hugging_face", hugging_face.find),
-    Format("a file of torch.save", "torch_save", _find_torch_file),
+FORMATS: list[tuple[str, str, Callable[[str], str | None]]] = [
+    ("a checkpoint of torch.distributed.checkpoint", "dcp", _find_dcp),
+    ("a checkpoint of DeepSpeed", "deepspeed", _find_deepspeed),
+    ("a Hugging Face directory", "hugging_face", hugging_face.find),
+    ("a file of torch.save", "torch_save", _find_torch_file),
 ]
+"""Formats of other programs: the name for messages, the module of this folder whose ``open_path`` opens such a file or
+directory (it may import torch), and a function that finds it at a path by names and first bytes, or returns None."""
 
 
-def _find_format(path: str) -> tuple[Format, str] | None:
-    """Return the format of another program at a path, and its file or directory; None for this package's own.
+def _find_format(path: str) -> tuple[str, str, str] | None:
+    """Return name, module and place of the format of another program at a path; None for this package's own.
 
     A checkpoint of this package may contain files of some others, which are not opened. The rest of an unfinished save
     has no format.
@@ -99,8 +87,9 @@ def _find_format(path: str) -> tuple[Format, str] | None:
     if os.path.isdir(path) and not ours and (name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))):
         return None
     beside = ("hugging_face", "deepspeed") if ours else ()  # an export, or files that somebody put there
-    matching = [(one, found) for one in FORMATS if one.module not in beside and (found := one.find(path)) is not None]
-    names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one, _ in matching]
+    others = ((name, module, find(path)) for name, module, find in FORMATS if module not in beside)
+    matching = [(name, module, place) for name, module, place in others if place is not None]
+    names = ["a checkpoint of lightning-shardckpt"] * ours + [name for name, _, _ in matching]
     if len(names) > 1:
         raise FormatError(f"{path!r} is {' and '.join(names)} at once, so the format is ambiguous. Move one elsewhere.")
     return matching[0] if matching else None
@@ -191,7 +180,7 @@ def open_source(
         checkpoint = open_checkpoint(path, storage)
         source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
         return source, checkpoint.root.save_id
-    (name, module, _), place = found
+    name, module, place = found
     try:
         source = import_module(f"{__package__}.{module}").open_path(place, weights_only)
     except (FormatError, CorruptionError) as error:
