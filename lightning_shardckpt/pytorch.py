@@ -66,7 +66,7 @@ from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition
-from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
+from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     PipelinedSteps,
     TensorGroupChecks,
@@ -115,7 +115,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._failed = False  # in any run
         self._build = Build()
         self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
-        self._preemption, self._agreement = Preemption(), BatchAgreement()  # of the current run
+        self._agreement = BatchAgreement()  # of the current run
         self._run: RunCheckpoints | None = None
 
     # --- the sharded module ---
@@ -180,7 +180,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert isinstance(self._launcher, JoiningLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
-        self._preemption = Preemption()
         share, within_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
         stop = StopPosition() if self._run is None else self._run.stop_position
         self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, agree_within_s=within_s)
@@ -325,9 +324,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def _check_preemption(self) -> None:
         """Stop after this batch if any rank was told to. Collective: every rank of the world must call it."""
-        is_told = self._preemption.is_told
+        is_told = self._checkpoints.is_told
         if is_told if self._is_alone else self._agreement.should_stop(is_told, self.meshes, self.tuning):
-            self._preemption.stop(self._trainer)
+            self._checkpoints.stop_training()
 
     def _compare_ranks(self, *, parameters: bool) -> None:
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
@@ -562,7 +561,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_train_start(self) -> None:
         check_loaded([self._module])
         self._undo_training.close()  # of a trial run in this fit
-        self._undo_training.callback(self._preemption.watch(self._trainer))
         self._undo_training.callback(self._checkpoints.start_training())
         if not self._is_alone:
             self._undo_training.callback(compare_epoch_ends(self._trainer, self._ranks))

@@ -81,13 +81,6 @@ def _checked(path: str) -> str:
     return path.rstrip("/")
 
 
-def list_complete(objects: ObjectStore, folder: str) -> dict[str, str]:
-    """Return the URLs of the complete checkpoints directly below a folder, with the tags of their root indexes."""
-    found, end = sorted(objects.list(folder).items()), f"/{ROOT_NAME}"
-    roots = {name.removesuffix(end): str(stat) for name, stat in found if name.endswith(end) and name.count("/") == 1}
-    return {f"{folder.rstrip('/')}/{name}": tag for name, tag in roots.items()}
-
-
 # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

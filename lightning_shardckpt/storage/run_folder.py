@@ -29,7 +29,6 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local_files import open_output, write_at
 from lightning_shardckpt.storage.protocol import read_all
-from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
 from lightning_shardckpt.system.host import host_id, start_time
 
@@ -92,7 +91,9 @@ class RunFolder:
         Links are left out: the checkpoints that they lead to are listed where they are.
         """
         if self._objects is not None:
-            return list_complete(self._objects, self.path)
+            stats = self._objects.list(self.path)
+            roots = sorted(name for name in stats if name.count("/") == 1 and os.path.basename(name) == ROOT_NAME)
+            return {f"{self.path}/{os.path.dirname(name)}": str(stats[name]) for name in roots}
         found = dict[str, str]()
         for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
             path = os.path.join(self.path, name)

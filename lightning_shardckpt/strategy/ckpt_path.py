@@ -24,8 +24,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, intercept_ckpt_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.storage.remote_storage import list_complete
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -163,5 +163,5 @@ def _storage_of(trainer: pl.Trainer) -> StorageRouter:
 def _list_checkpoints(folder: str, storage: StorageRouter) -> set[str]:
     """Return the checkpoints in a folder; in an object store, where killed saves leave parts, only complete ones."""
     if is_url(folder):
-        return {url for url in list_complete(storage.objects(folder), folder) if url.endswith(".ckpt")}
+        return {url for url in RunFolder(folder, storage).list_complete() if url.endswith(".ckpt")}
     return set(glob(os.path.join(escape(folder), "*.ckpt")))

@@ -63,34 +63,6 @@ from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
 
-class Preemption:
-    """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one.
-
-    Construct it before the Trainer registers its handlers. ``is_told`` is True if this rank has got the signal.
-    """
-
-    def __init__(self) -> None:
-        self.is_told, self._previous = False, signal.getsignal(signal.SIGTERM)
-
-    def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Install the handler when training starts, after Lightning's handlers; return the undo of Lightning's loop."""
-        self.is_told, previous = False, self._previous
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            self.is_told = True
-            if callable(previous):
-                previous(number, frame)
-
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-        return skip_sigterm_broadcast(trainer)
-
-    def stop(self, trainer: pl.Trainer) -> None:
-        """Make Lightning stop after this batch, as if this rank had got the signal; every rank must call it."""
-        self.is_told = False
-        receive_sigterm(trainer)
-
-
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """A load of a checkpoint, which Lightning's later calls finish.
@@ -123,7 +95,7 @@ def describe_trainer(checkpoint: dict[str, Any], position: Position, share: Data
 
 
 class RunCheckpoints:
-    """The checkpoints of one fit, validate, test or predict.
+    """The checkpoints of one fit, validate, test or predict. Construct it before the Trainer registers its handlers.
 
     Args:
         trainer: of the run.
@@ -136,6 +108,7 @@ class RunCheckpoints:
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
         has_left: True if the hooks after an exception are done.
+        is_told: True if this rank has got SIGTERM.
     """
 
     def __init__(
@@ -149,6 +122,7 @@ class RunCheckpoints:
         agree_within_s: float,
     ) -> None:
         self.restored, self.has_left, self.stop_position = False, False, stop_position
+        self.is_told, self._previous_handler = False, signal.getsignal(signal.SIGTERM)
         self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
         self._share, self._agree_within_s = share, agree_within_s
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
@@ -301,18 +275,37 @@ class RunCheckpoints:
             prepare_loader(self._trainer, loader, waits=self._loaders_wait)
 
     def start_training(self) -> Callable[[], None]:
-        """Restore the position of the checkpoint, and record that of the run's end; return the undo."""
-        undo, trainer = ExitStack(), self._trainer
-        undo.callback(self.stop_position.watch(trainer))
-        if self._resume is not None:
-            undo_resume, validates = self._resume()
-            undo.callback(undo_resume)
-            self._resume, self._validation_rng = None, self._validation_rng if validates else None
-        elif self._loaders_wait:
-            start_loaders(trainer, [], is_over=False, same_ranks=False)
-            begin_loaders(trainer)
-        self._loaders_wait = False
-        return undo.close
+        """Watch for SIGTERM, restore the position of the checkpoint, and record that of the run's end; return the undo.
+
+        The handler replaces Lightning's; Lightning restores the previous one.
+        """
+        trainer, previous = self._trainer, self._previous_handler
+        self.is_told = False
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self.is_told = True
+            if callable(previous):
+                previous(number, frame)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        with ExitStack() as undo:
+            undo.callback(skip_sigterm_broadcast(trainer))
+            undo.callback(self.stop_position.watch(trainer))
+            if self._resume is not None:
+                undo_resume, validates = self._resume()
+                undo.callback(undo_resume)
+                self._resume, self._validation_rng = None, self._validation_rng if validates else None
+            elif self._loaders_wait:
+                start_loaders(trainer, [], is_over=False, same_ranks=False)
+                begin_loaders(trainer)
+            self._loaders_wait = False
+            return undo.pop_all().close
+
+    def stop_training(self) -> None:
+        """Make Lightning stop after this batch, as if this rank had got the signal; every rank must call it."""
+        self.is_told = False
+        receive_sigterm(self._trainer)
 
     def end(self) -> None:
         """Keep the position at the end of a fit. Call it before Lightning shuts the loaders down."""
