@@ -113,7 +113,8 @@ def consolidate(
         _check_output(output, options, overwrite)
         export = _plan(stored, options)
         opened = open_output(output, is_file=options.is_file, replaceable=replaceable)
-        with progress(export.nbytes) as advance, opened as (create, notes):
+        nbytes = sum(tensor.nbytes for file in export.files for tensor in file.tensors)
+        with progress(nbytes) as advance, opened as (create, notes):
             write(export, create, advance)
     for note in (*export.notes, *notes):
         _log.warning(note)

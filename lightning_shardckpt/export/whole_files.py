@@ -130,11 +130,6 @@ class Export:
     documents: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of all tensors."""
-        return sum(tensor.nbytes for file in self.files for tensor in file.tensors)
-
     def tensor(self, component: str, key: str, name: str = "", dtype: str = "") -> OutputTensor:
         """Return a whole tensor of the source for a file, by default under its key and in its dtype."""
         spec = self.source.table[component][key].spec
@@ -212,18 +207,16 @@ def _convert(data: memoryview, stored: str, written: str) -> memoryview:
 
 
 def is_replaceable(directory: str) -> bool:
-    """Return True if a directory is empty, or an earlier export wrote all its files."""
+    """Return True if a directory is empty, or an earlier export wrote all its files, as their metadata say."""
     paths = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
     documents = {os.path.join(directory, name) for name in (*CONFIGS, _OPTIMIZER)}
     others = [path for path in paths if path not in documents and not path.endswith(".safetensors.index.json")]
-    return bool(others or not paths) and all(map(_was_exported, others))
-
-
-def _was_exported(path: str) -> bool:
-    """Return True if a file is of safetensors, whose metadata, at the start, name an export as its writer."""
-    with open(path, "rb") as file:
-        start = file.read(8 + _HEAD_BYTES)
-    return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]
+    for path in others:
+        with open(path, "rb") as file:
+            start = file.read(LENGTH_BYTES + _HEAD_BYTES)
+        if _WRITER_ENTRY not in start[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")]:
+            return False
+    return bool(others or not paths)
 
 
 # ── safetensors ───────────────────────────────────────────────────────────────────────────────────────────────────────

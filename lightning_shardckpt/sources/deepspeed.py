@@ -73,7 +73,10 @@ def open_path(path: str, weights_only: bool = True) -> Source:
             optimizer = content["optimizer"] or {"state": {}, "param_groups": None}
             state, groups = optimizer["state"], optimizer["param_groups"]
         if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
-            _add_frozen(contents, model, tensors)
+            for name, size in (content["frozen_param_shapes"] or {}).items():  # each rank has an equal part of ZeRO 3
+                parts, shape = [one["frozen_param_fragments"][name] for one in contents], check_shape(size)
+                pieces = _partitions([{name: shape}], [len(parts[0])], len(parts))[name]
+                model[name] = _join(f"frozen {name}", shape, [(piece, parts[piece.rank]) for piece in pieces], tensors)
         for alias, name in (content["shared_params"] or {}).items():
             model[alias] = model[name]
         rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
@@ -188,14 +191,6 @@ def _of_ranks(
                 value = _join(key, shape, [(p, bases[p.rank]["state"][p.number][key]) for p in parts], tensors)
             state[name][key] = value
     return state, _named(bases[0]["param_groups"], shapes)
-
-
-def _add_frozen(contents: Sequence[Mapping[str, Any]], model: dict[str, Any], tensors: DictTensors) -> None:
-    """Add the frozen parameters of ZeRO 3, of which each rank has an equal part."""
-    for name, size in (contents[0]["frozen_param_shapes"] or {}).items():
-        parts, shape = [content["frozen_param_fragments"][name] for content in contents], check_shape(size)
-        pieces = _partitions([{name: shape}], [len(parts[0])], len(parts))[name]
-        model[name] = _join(f"frozen {name}", shape, [(piece, parts[piece.rank]) for piece in pieces], tensors)
 
 
 def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:

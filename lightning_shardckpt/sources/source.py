@@ -286,11 +286,7 @@ def close_on_error(reader: _R) -> Iterator[_R]:
 
 
 def assemble(
-    source: Source,
-    tensor: Callable[[str, str], Any],
-    decode: Callable[[Any], Any],
-    *,
-    optimizers: bool = True,
+    source: Source, tensor: Callable[[str, str], Any], decode: Callable[[Any], Any], *, optimizers: bool = True
 ) -> dict[str, Any]:
     """Return Lightning's checkpoint dict with whole tensors.
 
