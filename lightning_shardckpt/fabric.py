@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint.describe import check_loaded, run_info
+from lightning_shardckpt.checkpoint.checkpoint import check_loaded
+from lightning_shardckpt.checkpoint.describe import run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
@@ -301,7 +302,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def look() -> dict[str, Any]:
             objects = NestedObjects.of(state)
-            check_loaded([*objects.modules.values(), *objects.optimizers.values()])
+            check_loaded(objects.filled)
             self._refuse_stored_metrics(objects)
             return {"path": file_path(path), "order": objects.keys}
 

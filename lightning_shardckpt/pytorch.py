@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint.describe import check_loaded
+from lightning_shardckpt.checkpoint.checkpoint import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device

@@ -10,15 +10,18 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.serialization import MAP_LOCATION
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets, RankComparison, Sources, start_load
@@ -26,7 +29,7 @@ from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_diff
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
 from lightning_shardckpt.compat.torch_tensors import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError
+from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
@@ -61,14 +64,7 @@ class LoadOptions:
     weights_only: bool = True
 
 
-def leave_unmarked(is_full: bool) -> AbstractContextManager[None]:
-    """Return a context that does nothing: the objects of a load that fails are not used again."""
-    return nullcontext()
-
-
 _STORAGE = StorageRouter()
-Filling: TypeAlias = Callable[[bool], AbstractContextManager[None]]
-"""Makes the context in which live tensors change, given whether all of them get a value."""
 _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
 
 
@@ -207,7 +203,6 @@ def load(
     *,
     ranks: Ranks,
     options: LoadOptions = _LOAD_DEFAULTS,
-    filling: Filling = leave_unmarked,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _STORAGE,
 ) -> LoadResult:
@@ -222,8 +217,6 @@ def load(
         live: the live objects to fill; a ``LoadState`` if the ranks must agree on them first.
         ranks: the ranks that load together.
         options: the options of the load.
-        filling: makes the context in which live tensors change, given whether all of them get a value. If it is left
-            with an error, they are a mix of old and new values.
         pick_rank: returns the rank whose stored rank state this rank takes, given that of rank 0.
         storage: of ``path``; by default the file system, or an object store for a URL.
 
@@ -236,7 +229,7 @@ def load(
         CorruptionError: naming file, tensor and rank; some live tensors have changed.
         OSError: with ``errno.ESTALE``, if the checkpoint was replaced twice, or during a load of a part of the state.
     """
-    load_once = partial(_load, path, live, ranks, options, filling, pick_rank or (lambda _: ranks.rank), storage)
+    load_once = partial(_load, path, live, ranks, options, pick_rank or (lambda _: ranks.rank), storage)
     return restarted_if_replaced(load_once)
 
 
@@ -255,7 +248,6 @@ def _load(
     live: LoadTargets | LoadState,
     ranks: Ranks,
     options: LoadOptions,
-    filling: Filling,
     pick_rank: Callable[[Any], int],
     storage: Storage,
 ) -> LoadResult:
@@ -266,19 +258,19 @@ def _load(
     with gc_paused(), opening as (source, views):
         if not isinstance(live, LoadTargets):
             live.agree(views, ranks)
-        jobs = list[LoadJob]()
+        plans = list[tuple[LoadTargets, LoadJob]]()
 
         def compare() -> RankComparison:
             targets = live if isinstance(live, LoadTargets) else live.targets()
-            remedies.append(targets.remedy)
-            jobs.append(start_load(source, targets, strict=options.strict, pick_rank=pick_rank))
-            return jobs[0].comparison
+            plans.append((targets, start_load(source, targets, strict=options.strict, pick_rank=pick_rank)))
+            return plans[0][1].comparison
 
-        phase, remedies = f"comparing {name} with the model", list[str]()
-        merge = partial(_decide, source.path, remedies, options.strict)
-        decision: RankComparison = ranks.step(phase, compare, merge)
-        (job,), notes = jobs, decision["differences"]
-        with filling(decision["is_full"]):
+        def decide(reports: Sequence[RankComparison]) -> RankComparison:
+            return _decide(source.path, plans[0][0].remedy, options.strict, reports)
+
+        decision: RankComparison = ranks.step(f"comparing {name} with the model", compare, decide)
+        ((targets, job),), notes = plans, decision["differences"]
+        with mark_partly_loaded(targets.objects, path, decision["is_full"]):
             try:
                 ranks.step(f"reading {name}", lambda: notes.extend(job.fill(decision["sources"])), _nothing)
             except OSError as error:
@@ -288,7 +280,7 @@ def _load(
         return LoadResult(job.trainer, job.extra_state, notes, job.hooked)
 
 
-def _decide(path: str, remedies: list[str], strict: bool, reports: Sequence[RankComparison]) -> RankComparison:
+def _decide(path: str, remedy: str, strict: bool, reports: Sequence[RankComparison]) -> RankComparison:
     """Merge the comparisons of all ranks. Runs on rank 0.
 
     Raises:
@@ -301,7 +293,7 @@ def _decide(path: str, remedies: list[str], strict: bool, reports: Sequence[Rank
         if strict:
             raise MismatchError(
                 f"cannot load {path!r} into this model: {counted}\n  {listed}\n"
-                f"{remedies[0]} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
+                f"{remedy} to load the rest, or look with `python -m lightning_shardckpt inspect PATH`."
             )
         notes.append(f"left as they are: {counted} between {path!r} and this model\n  {listed}")
     sources: Sources = {}
@@ -381,3 +373,85 @@ def _move_to(checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]
 
 def _nothing(reports: list[None]) -> None:
     """Return nothing: rank 0 adds nothing to this step."""
+
+
+# ── partly loaded objects ─────────────────────────────────────────────────────────────────────────────────────────────
+
+# A load fills live tensors while it verifies them, so a corrupted file leaves a mix of two states. Such modules and
+# optimizers carry a mark, which saves and training runs refuse until a full load, and hooks that refuse their use.
+
+_MARK = "_shardckpt_partly_loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The path of the failed load, and the hooks that refuse the object."""
+
+    path: str
+    hooks: tuple[RemovableHandle, ...] = ()
+
+
+@contextmanager
+def mark_partly_loaded(
+    objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False
+) -> Iterator[None]:
+    """Mark objects as partly loaded while the block changes them; if it raises, the marks stay.
+
+    Then hooks refuse the forward of marked modules and the step of marked optimizers.
+
+    Args:
+        objects: the modules and optimizers that the block fills.
+        path: of the checkpoint.
+        is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
+    """
+    new = [item for item in objects if _mark_of(item) is None]
+    for item in new:
+        object.__setattr__(item, _MARK, _Mark(path))
+    try:
+        yield
+    except BaseException:
+        for item in new:
+            object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
+        raise
+    for item in objects if is_full else new:
+        for hook in vars(item)[_MARK].hooks:
+            hook.remove()
+        object.__delattr__(item, _MARK)
+
+
+def check_loaded(objects: Iterable[nn.Module | Optimizer]) -> None:
+    """Refuse objects that are partly loaded.
+
+    Raises:
+        StateError: naming the class of the object and the path of the failed load.
+    """
+    for item in objects:
+        mark = _mark_of(item)
+        if mark is not None:
+            raise _refusal(item, mark.path)
+
+
+def _mark_of(item: nn.Module | Optimizer) -> _Mark | None:
+    mark = vars(item).get(_MARK)
+    return mark if isinstance(mark, _Mark) else None
+
+
+def _refusal(item: nn.Module | Optimizer, path: str) -> StateError:
+    return StateError(
+        f"loading {path!r} failed after some tensors of {type(item).__name__} were filled. They are a mix of two "
+        "states, which cannot be used or saved. Load another checkpoint that has all its tensors, or create a new "
+        "object."
+    )
+
+
+def _refuse_use(item: nn.Module | Optimizer, path: str) -> Iterator[RemovableHandle]:
+    """Yield the handles of hooks that refuse each forward of a module, or each step of an optimizer."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise _refusal(item, path)
+
+    if isinstance(item, Optimizer):
+        yield item.register_step_pre_hook(refuse)
+        return
+    for part in item.modules():
+        yield part.register_forward_pre_hook(refuse)

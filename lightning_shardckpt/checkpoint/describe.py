@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.checkpoint import check_loaded
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -21,7 +19,7 @@ from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_directory import describe_hugging_face
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 
 RANK_STATE = "rank_state"
@@ -102,7 +100,7 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
         TypeError: if the state is not a dict with strings as keys.
     """
     objects = NestedObjects.of(state, order)
-    check_loaded([*objects.modules.values(), *objects.optimizers.values()])
+    check_loaded(objects.filled)
     names = objects.parameter_names(prefix=prefix)
     module = objects.root if objects.modules else None
     described = describe_checkpoint(checkpoint_of(state, objects, names), group, module)
@@ -114,12 +112,7 @@ def _add_prefix(described: Snapshot, prefix: str) -> Snapshot:
     documents = {role: document for role, document in described.documents.items() if role != "huggingface"}
     if "model" not in described.leaves:
         return replace(described, documents=documents)
-    leaves = described.leaves["model"]
-    model = Leaves(
-        {prefix + key: tensor for key, tensor in leaves.tensors.items()},
-        {prefix + alias: prefix + key for alias, key in leaves.aliases.items()},
-        frozenset(prefix + key for key in leaves.pinned),
-    )
+    model = described.leaves["model"].renamed(lambda name: prefix + name)
     documents["model"] = {prefix + key: value for key, value in documents["model"].items()}
     versions = (documents["versions"] or {}).items()
     documents["versions"] = {f"{prefix}{name}".removesuffix("."): version for name, version in versions}
@@ -144,85 +137,3 @@ def _check_members(described: Snapshot, group: SaveGroup) -> None:
                     f"{component}/{key} is on {mesh}, which rank {this_rank()} cannot save with the ranks "
                     f"{list(group.members)} alone: let all ranks of the job save it"
                 )
-
-
-# ── partly loaded objects ─────────────────────────────────────────────────────────────────────────────────────────────
-
-# A load fills live tensors while it verifies them, so a corrupted file leaves a mix of two states. Such modules and
-# optimizers carry a mark, which saves and training runs refuse until a full load, and hooks that refuse their use.
-
-_MARK = "_shardckpt_partly_loaded"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The path of the failed load, and the hooks that refuse the object."""
-
-    path: str
-    hooks: tuple[RemovableHandle, ...] = ()
-
-
-@contextmanager
-def mark_partly_loaded(
-    objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False
-) -> Iterator[None]:
-    """Mark objects as partly loaded while the block changes them; if it raises, the marks stay.
-
-    Then hooks refuse the forward of marked modules and the step of marked optimizers.
-
-    Args:
-        objects: the modules and optimizers that the block fills.
-        path: of the checkpoint.
-        is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
-    """
-    new = [item for item in objects if _mark_of(item) is None]
-    for item in new:
-        object.__setattr__(item, _MARK, _Mark(path))
-    try:
-        yield
-    except BaseException:
-        for item in new:
-            object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
-        raise
-    for item in objects if is_full else new:
-        for hook in vars(item)[_MARK].hooks:
-            hook.remove()
-        object.__delattr__(item, _MARK)
-
-
-def check_loaded(objects: Iterable[nn.Module | Optimizer]) -> None:
-    """Refuse objects that are partly loaded.
-
-    Raises:
-        StateError: naming the class of the object and the path of the failed load.
-    """
-    for item in objects:
-        mark = _mark_of(item)
-        if mark is not None:
-            raise _refusal(item, mark.path)
-
-
-def _mark_of(item: nn.Module | Optimizer) -> _Mark | None:
-    mark = vars(item).get(_MARK)
-    return mark if isinstance(mark, _Mark) else None
-
-
-def _refusal(item: nn.Module | Optimizer, path: str) -> StateError:
-    return StateError(
-        f"loading {path!r} failed after some tensors of {type(item).__name__} were filled. They are a mix of two "
-        "states, which cannot be used or saved. Load another checkpoint that has all its tensors, or create a new "
-        "object."
-    )
-
-
-def _refuse_use(item: nn.Module | Optimizer, path: str) -> Iterator[RemovableHandle]:
-    """Yield the handles of hooks that refuse each forward of a module, or each step of an optimizer."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise _refusal(item, path)
-
-    if isinstance(item, Optimizer):
-        yield item.register_step_pre_hook(refuse)
-        return
-    for part in item.modules():
-        yield part.register_forward_pre_hook(refuse)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import nn
@@ -39,15 +39,14 @@ from lightning_shardckpt.system.text import list_some
 _LISTED = 20
 _IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
 
-Sources = dict[str, list[int] | None]
+Sources: TypeAlias = dict[str, list[int] | None]
 """The stored param groups that each live group ``<optimizer>/<group>`` continues; None if it has no parameters."""
 
 
 class RankComparison(TypedDict):
-    """The comparison of stored and live state on one rank, as JSON for a step of ranks; merged, that of all ranks."""
+    """The comparison of stored and live state on one rank, or merged on all ranks, as JSON for a step of ranks."""
 
     differences: list[str]
-    """Sentences for the user in the merged one."""
     sources: Sources
     is_full: bool
     """Whether every live tensor gets a value; on one rank, as far as there are no differences."""
@@ -71,6 +70,7 @@ class LoadTargets:
         has_model: False loads the optimizers alone.
         has_trainer: False leaves out the trainer's state.
         hooks: the load hooks of the model's modules.
+        objects: modules and optimizers that can't be used or saved if the load fails after it began to fill them.
     """
 
     model: Leaves
@@ -85,6 +85,7 @@ class LoadTargets:
     has_model: bool = True
     has_trainer: bool = True
     hooks: LoadHooks = NO_HOOKS
+    objects: Sequence[nn.Module | Optimizer] = ()
 
     @classmethod
     @gc_paused()
@@ -331,7 +332,7 @@ class LoadJob:
         """Fill the tensors, and put optimizer state in place; return sentences for the user. Runs on every rank.
 
         Args:
-            sources: the results of ``sources`` of the optimizers, merged over ranks.
+            sources: of the comparisons of all ranks.
         """
         self.read()
         return [note for optimizer in self.optimizers for note in optimizer.apply(sources)]
@@ -423,9 +424,8 @@ def _plan(
     if match.is_hooked and live.has_model:
         hooked, new = _allocate_for_hooks(match, source, live)
     filled = [] if hooked is not None else [*tensors]
-    # tensors that optimizer state could share memory with
-    shared = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
-    owners = Counter(map(_memory, (*shared, *(tensor for one in optimizers for tensor in one.live_tensors()))))
+    others = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
+    owners = Counter(map(_memory, (*others, *(tensor for one in optimizers for tensor in one.live_tensors()))))
     for optimizer in optimizers:
         check = partial(source.checked_shape, "optimizer")
         in_place, beside = optimizer.tensors(lambda tensor: owners[_memory(tensor)] == 1, check)

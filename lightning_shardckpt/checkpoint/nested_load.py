@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, LoadResult, load
-from lightning_shardckpt.checkpoint.describe import mark_partly_loaded
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, LoadResult, load, mark_partly_loaded
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -82,12 +80,7 @@ class NestedLoad:
 
         Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.
         """
-
-        def filling(is_full: bool = False) -> AbstractContextManager[None]:
-            filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
-            return mark_partly_loaded(filled, path, is_full)
-
-        result = load(path, self, ranks=ranks, options=options, filling=filling, storage=storage)
+        result = load(path, self, ranks=ranks, options=options, storage=storage)
         remainder = dict[str, Any]()
 
         def finish() -> list[str]:
@@ -98,7 +91,7 @@ class NestedLoad:
             return notes
 
         phase = f"loading the rest of {path!r} into modules and other objects"
-        with filling():
+        with mark_partly_loaded(self._objects.filled, path):
             result.notes.extend(ranks.step(phase, finish, lambda notes: list(dict.fromkeys(chain(*notes)))))
         return {key: value for key, value in remainder.items() if key not in (KEYS, "rank_state")}, result
 
@@ -153,6 +146,7 @@ class NestedLoad:
             like=objects.sharded_tensors(),
             remedy="Pass strict=False",
             has_model=bool(objects.modules),
+            objects=objects.filled,
         )
 
     def _fit(

@@ -7,7 +7,7 @@ names is stored once, under the first name, and the other names are its aliases.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -117,17 +117,14 @@ def model_leaves(
 
 def _tied_over_stages(leaves: Leaves, ties: Iterable[tuple[str, ...]]) -> Leaves:
     """Return the tensors, each under the first name of its tie; stages that have different values fail the save."""
-    renamed: dict[str, str] = {}
+    first = dict[str, str]()
     for tie in ties:
         stored = [name for name in tie if name in leaves.tensors]
         if len(stored) == 1:
-            renamed[stored[0]] = tie[0]
-    aliases = {a: renamed.get(of, of) for a, of in leaves.aliases.items() if a != renamed.get(of, of)}
-    return Leaves(
-        {renamed.get(key, key): tensor for key, tensor in leaves.tensors.items()},
-        aliases | {name: first for name, first in renamed.items() if name != first},
-        frozenset(renamed.get(key, key) for key in leaves.pinned),
-    )
+            first[stored[0]] = tie[0]
+    renamed = leaves.renamed(lambda name: first.get(name, name))
+    aliases = {name: key for name, key in (renamed.aliases | first).items() if name not in renamed.tensors}
+    return replace(renamed, aliases=aliases)
 
 
 def _aliases(tensors: dict[str, torch.Tensor], ties: Iterable[tuple[str, ...]]) -> dict[str, str]:

@@ -136,6 +136,11 @@ class NestedObjects:
         """The keys of all objects, in order."""
         return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful))]
 
+    @property
+    def filled(self) -> list[nn.Module | Optimizer]:
+        """The objects whose tensors a load fills in place."""
+        return [*self.modules.values(), *self.optimizers.values()]
+
     @gc_paused()
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of all modules; tensors are live.

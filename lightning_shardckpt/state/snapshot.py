@@ -23,6 +23,11 @@ class Leaves:
     aliases: dict[str, str] = field(default_factory=dict)
     pinned: frozenset[str] = frozenset()
 
+    def renamed(self, name: Callable[[str], str]) -> Leaves:
+        """Return the tensors under other names."""
+        aliases = {name(alias): name(key) for alias, key in self.aliases.items()}
+        return Leaves({name(key): one for key, one in self.tensors.items()}, aliases, frozenset(map(name, self.pinned)))
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -33,8 +33,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.checkpoint import load
-from lightning_shardckpt.checkpoint.describe import RANK_STATE, check_loaded, mark_partly_loaded
+from lightning_shardckpt.checkpoint.checkpoint import check_loaded, load, mark_partly_loaded
+from lightning_shardckpt.checkpoint.describe import RANK_STATE
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
@@ -193,10 +193,9 @@ class RunCheckpoints:
         is_safe = weights_only is not False
         result = load(
             file_path(path),
-            replace(targets, fit_source=fit_source),
+            replace(targets, fit_source=fit_source, objects=[module]),
             ranks=self._ranks,
             options=replace(io.load_options, strict=module.strict_loading, weights_only=is_safe),
-            filling=partial(mark_partly_loaded, [module], path),
             pick_rank=self._share.source_rank,
             storage=io.storage,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.model import WholeNames
@@ -70,25 +71,19 @@ def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, LoadTarget
     first = optimizer.param_groups[0]["params"][0]
     optimizer.state[first] = {"exp_avg": torch.zeros_like(first, requires_grad=False), "step": torch.tensor(0.0)}
     names = {id(p): n for p, n in zip(optimizer.param_groups[0]["params"], SHAPES, strict=True)}
-    return tensors, optimizer, LoadTargets(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
+    whole, objects = WholeNames(), [optimizer]
+    return tensors, optimizer, LoadTargets(Leaves(tensors), frozenset(), objects, names, whole, objects=objects)
 
 
 def load(path: str) -> dict[str, Tensor]:
     """Into live objects, as one process; after an error before anything is filled they must be as they were."""
     tensors, optimizer, live = live_objects()
     before = repr(optimizer.state_dict())
-    is_filling = False
-
-    @contextmanager
-    def fill(is_full: bool) -> Iterator[None]:
-        nonlocal is_filling
-        is_filling = True
-        yield
-
     try:
-        checkpoint.load(path, live, ranks=Ranks.alone(), filling=fill)
+        checkpoint.load(path, live, ranks=Ranks.alone())
     except BaseException:
-        if not is_filling:
+        with suppress(StateError):  # the load has begun to fill them
+            checkpoint.check_loaded([optimizer])
             assert not any(t.any() for t in tensors.values()), "a refused load has changed live tensors"
             assert repr(optimizer.state_dict()) == before, "a refused load has changed the optimizer"
         raise

@@ -198,7 +198,8 @@ MUTATIONS = (
              ("ranks/checkpoint/test_bad_input.py::"
               "test_all_differences_between_model_and_checkpoint_are_listed_at_once",)),
     Mutation("a module whose load failed goes on with half of it", STATE, "checkpoint/checkpoint.py",
-             'with filling(decision["is_full"]):', "with nullcontext():", ("system/test_failed_load.py",)),
+             'with mark_partly_loaded(targets.objects, path, decision["is_full"]):', "with ExitStack():",
+             ("system/test_failed_load.py",)),
     Mutation("replicas that differ are saved", STATE, "checkpoint/save_job.py",
              'if find_differences(request["replicas"] for request in requests):', "if False:",
              ("ranks/state/test_replica_digests.py::test_a_replica_that_differs_is_an_error_that_names_it",)),

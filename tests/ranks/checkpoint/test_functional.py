@@ -121,6 +121,8 @@ def test_a_prefix_is_put_before_names_and_taken_off_again(tmp_path: Path) -> Non
         load(tmp_path / "a", {"model": state["model"]})
     load(tmp_path / "a", state, prefix="teacher.")
     assert differing(whole(state), whole(saved)) == []
+    save(tmp_path / "b", {"one": nn.Linear(1, 1), "two": nn.Linear(1, 1)}, prefix="teacher.")
+    assert "teacher.one.weight" in load(tmp_path / "b")["state_dict"]
 
 
 # ── what must not be ──────────────────────────────────────────────────────────────────────────────────────────────
