@@ -22,7 +22,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.source import WINDOW_BYTES, Source, read_windows
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS, PEFT
-from lightning_shardckpt.state.peft import adapters_from_json
+from lightning_shardckpt.state.peft import stored_names
 from lightning_shardckpt.storage.local_files import WRITEBACK_BYTES, NewFile, begin_writeback, write_at
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.writer import MB
@@ -349,16 +349,16 @@ def plan_adapters(stored: Source) -> Export:
     export, where, document = Export(stored), f"checkpoint {stored.path!r}", stored.document("peft")
     if document is None:
         raise FormatError(f"{where} has no adapters of PEFT: no {PEFT}, which is saved with a module that PEFT wrapped")
-    adapters = adapters_from_json(document)
-    if len({a.prefix for a in adapters}) != 1:
-        listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
+    adapters = document["adapters"]
+    if len({one["prefix"] for one in adapters}) != 1:
+        listed = ", ".join(f"{one['name']!r} of the model {one['prefix']!r}" for one in adapters)
         raise FormatError(f"{where} does not have adapters of exactly one model: it has {listed}")
     keys = stored.component("model").names
     for one in adapters:
-        folder = "" if one.name == "default" else f"{one.name}/"
-        names = one.names(keys.keys())
+        folder = "" if one["name"] == "default" else f"{one['name']}/"
+        names = stored_names(one, keys.keys())
         if not any(".lora_" in name or name.startswith("lora_") for name in names):
-            raise FormatError(f"{where} has no tensors of adapter {one.name!r} below {one.prefix!r}")
+            raise FormatError(f"{where} has no tensors of adapter {one['name']!r} below {one['prefix']!r}")
         export.add(folder + ADAPTER_WEIGHTS, (export.tensor("model", keys[live], n) for n, live in names.items()), {})
-        export.documents[folder + ADAPTER_CONFIG] = one.config.encode()
+        export.documents[folder + ADAPTER_CONFIG] = one["config"].encode()
     return export

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -77,55 +76,34 @@ def live_names_in_file(live_names: Collection[str]) -> dict[str, str]:
     return {} if adapter is None else _names_in_file(live_names, adapter)
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """One adapter of a wrapped model, as the document "peft" describes it.
+def stored_names(adapter: Mapping[str, str], stored: Collection[str]) -> dict[str, str]:
+    """Return the stored name by name in PEFT's file of all tensors of ``PeftModel.save_pretrained``, sorted.
 
-    Attributes:
-        name: of the adapter; PEFT's default is "default".
-        prefix: of the wrapped model's names in the checkpoint; empty, or with a trailing dot.
-        root: the prefix to add in PEFT's files; empty for a PeftModel, whose names have it already.
-        config: the text of ``adapter_config.json``.
+    Args:
+        adapter: an item of the document "peft".
+        stored: the names of the model's tensors.
+
+    Raises:
+        FormatError: for a kind of adapter whose file layout is not implemented.
     """
-
-    name: str
-    prefix: str
-    root: str
-    config: str
-
-    def names(self, stored: Collection[str]) -> dict[str, str]:
-        """Return the stored name by name in PEFT's file of all tensors of ``PeftModel.save_pretrained``, sorted.
-
-        Raises:
-            FormatError: for a kind of adapter whose file layout is not implemented.
-        """
-        settings = parse_json(self.config.encode(), f"the configuration of adapter {self.name!r}")
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
-        if kind != "LORA":
-            raise FormatError(
-                f"adapter {self.name!r} is of kind {shown(kind)}; only LORA is exported in PEFT's layout. Load the "
-                "checkpoint into the model and call save_pretrained of PEFT."
-            )
-        local = {name.removeprefix(self.prefix): name for name in stored if name.startswith(self.prefix)}
-        names = _names_in_file(local, self.name)
-        if settings.get("bias") == "all":  # the base model's, trained in place
-            names |= {name: name for name in local if name.endswith(".bias") and _adapter_and_name(name) is None}
-        elif settings.get("bias") == "lora_only":
-            names |= {name: name for name in local if name.endswith(".base_layer.bias")}
-        if settings.get("trainable_token_indices") is None:  # PEFT saves embeddings that may have been resized
-            adapted = (name for name in local if name.partition(_BASE_LAYER)[0].rpartition(".")[2] in _EMBEDDINGS)
-            names |= {name: name for name in adapted if _BASE_LAYER in name}
-        return {self.root + name: local[names[name]] for name in sorted(names)}
-
-
-def adapters_to_json(adapters: Iterable[Adapter]) -> dict[str, Any]:
-    """Return the document "peft" of a checkpoint."""
-    return {"adapters": [asdict(adapter) for adapter in adapters]}
-
-
-def adapters_from_json(document: Mapping[str, Any]) -> list[Adapter]:
-    """Return the adapters of a document "peft", which has been checked."""
-    return [Adapter(one["name"], one["prefix"], one["root"], one["config"]) for one in document["adapters"]]
+    name, prefix = adapter["name"], adapter["prefix"]
+    settings = parse_json(adapter["config"].encode(), f"the configuration of adapter {name!r}")
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind != "LORA":
+        raise FormatError(
+            f"adapter {name!r} is of kind {shown(kind)}; only LORA is exported in PEFT's layout. Load the "
+            "checkpoint into the model and call save_pretrained of PEFT."
+        )
+    local = {one.removeprefix(prefix): one for one in stored if one.startswith(prefix)}
+    names = _names_in_file(local, name)
+    if settings.get("bias") == "all":  # the base model's, trained in place
+        names |= {one: one for one in local if one.endswith(".bias") and _adapter_and_name(one) is None}
+    elif settings.get("bias") == "lora_only":
+        names |= {one: one for one in local if one.endswith(".base_layer.bias")}
+    if settings.get("trainable_token_indices") is None:  # PEFT saves embeddings that may have been resized
+        adapted = (one for one in local if one.partition(_BASE_LAYER)[0].rpartition(".")[2] in _EMBEDDINGS)
+        names |= {one: one for one in adapted if _BASE_LAYER in one}
+    return {adapter["root"] + one: local[names[one]] for one in sorted(names)}
 
 
 # ── live modules ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,10 +119,20 @@ def wrapped_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield prefix, sub
 
 
-def adapters_of(module: nn.Module) -> list[Adapter]:
-    """Return the adapters of every model in ``module`` that PEFT wrapped, or put adapters into."""
+def describe_adapters(module: nn.Module) -> list[dict[str, str]]:
+    """Return the document "peft": the adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
+
+    The fields are the name of the adapter ("default" is PEFT's), the prefix of the wrapped model's names in the
+    checkpoint, the prefix to add in PEFT's files (empty for a PeftModel, whose names have it), and the text of
+    ``adapter_config.json``.
+    """
     return [
-        Adapter(name, prefix, "" if "base_model" in wrapped._modules else ROOT, _config_text(wrapped, name))
+        {
+            "name": name,
+            "prefix": prefix,
+            "root": "" if "base_model" in wrapped._modules else ROOT,
+            "config": _config_text(wrapped, name),
+        }
         for prefix, wrapped in wrapped_models(module)
         for name in wrapped.peft_config
     ]

@@ -21,7 +21,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.export.whole_files import ADAPTER_CONFIG as CONFIG
 from lightning_shardckpt.export.whole_files import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
-from lightning_shardckpt.state.peft import adapters_from_json, adapters_of, adapters_to_json
+from lightning_shardckpt.state.peft import describe_adapters, stored_names
 from tests.support import adapters, small, tiny
 from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.faults import flip
@@ -132,11 +132,11 @@ def names_of_kinds() -> None:
         plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**adapters.LLAMA, attention_bias=True))
         before = set(plain.state_dict())
         model = adapters.lora(plain, **options)
-        (adapter,) = adapters_from_json(json.loads(json.dumps(adapters_to_json(adapters_of(nn.ModuleList([model]))))))
+        (adapter,) = describe_adapters(nn.ModuleList([model]))
         state = {f"0.{key}": value for key, value in model.state_dict().items()}
         expected = get_peft_model_state_dict(model)
-        assert {name: state[stored] for name, stored in adapter.names(state.keys()).items()}.keys() == expected.keys()
-        assert all(torch.equal(state[s], expected[name]) for name, s in adapter.names(state.keys()).items())
+        found = {name: state[stored] for name, stored in stored_names(adapter, state.keys()).items()}
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         live = {clean_fqn(key) for key in model.state_dict() if "lora_" not in key and "delta" not in key}
         assert {base_fqn(key) for key in live} == before, options
 
