@@ -258,22 +258,23 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
     return export
 
 
-def _add_model(export: Export, stored: Source, model: hf_directory.Model, options: Options) -> list[OutputTensor]:
+def _add_model(export: Export, stored: Source, model: Mapping[str, Any], options: Options) -> list[OutputTensor]:
     """Return the tensors that ``from_pretrained`` expects, and add the configs to the documents of the export."""
-    component, kind = export.source.component("model"), model.recorded["class"]
+    component, kind = export.source.component("model"), model["class"]
     for name in stored.component("model").names:
         if (new := options.key_mapping(name)) not in (name, None):
             raise ValueError(
                 f"from_pretrained takes the weights of {kind} by their names: for format 'huggingface', key_mapping "
                 f"can leave {name!r} out, but not rename it to {new!r}"
             )
-    if outside := [name for name in component.names if not name.startswith(model.prefix)]:
+    if outside := [name for name in component.names if not name.startswith(model["prefix"])]:
         export.notes.append(f"not of the {kind}, and not in the output: {list_some([*map(repr, outside)], 5)}")
-    tensors = list(model.tensors(component.names, component, options.output_dtype, refuses_adapters=True))
+    dtype = options.output_dtype
+    tensors = list(hf_directory.list_tensors(model, component.names, component, dtype, refuses_adapters=True))
     if twice := [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]:
         raise ValueError(f"two tensors would be called {twice[0]!r}")
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
-    export.documents |= model.files(next(floating, None), options.dtype is not None)
+    export.documents |= hf_directory.config_files(model, next(floating, None), options.dtype is not None)
     return tensors
 
 

@@ -120,7 +120,7 @@ def wrapped_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def describe_adapters(module: nn.Module) -> list[dict[str, str]]:
-    """Return the document "peft": the adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
+    """Return the adapters of each model in ``module`` that PEFT wrapped, or put adapters into, for the document "peft".
 
     The fields are the name of the adapter ("default" is PEFT's), the prefix of the wrapped model's names in the
     checkpoint, the prefix to add in PEFT's files (empty for a PeftModel, whose names have it), and the text of

@@ -117,7 +117,7 @@ def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
         model = hf_directory.pick_model(stored.document("huggingface"), keys)
         if model is None:
             raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-        return {"model": list(model.tensors(keys, component))}
+        return {"model": list(hf_directory.list_tensors(model, keys, component))}
     for name in filter(stored.table.__contains__, _DIGESTED):
         component = stored.component(name)
         specs = ((new, key, component.tensors[key]) for new, key in component.names.items())
