@@ -68,7 +68,6 @@ class LoadTargets:
         like: tensors with the layout for trainer state that is allocated, by its key.
         remedy: the way to load in spite of differences, for messages.
         has_model: False loads the optimizers alone.
-        has_trainer: False leaves out the trainer's state.
         hooks: the load hooks of the model's modules.
         objects: modules and optimizers that can't be used or saved if the load fails after it began to fill them.
     """
@@ -83,7 +82,6 @@ class LoadTargets:
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
     has_model: bool = True
-    has_trainer: bool = True
     hooks: LoadHooks = NO_HOOKS
     objects: Sequence[nn.Module | Optimizer] = ()
 
@@ -436,9 +434,7 @@ def _plan(
     trainer, of_trainer = _read_trainer(source, live, match.elsewhere, pick_rank)
     requested = live.trainer_tensors  # some may be in JSON
     of_user = [ReadTarget("trainer", key, tensor) for key, tensor in requested.items()]
-    for key, tensor in of_trainer.items() if live.has_trainer else ():
-        if tensor is not requested.get(key):
-            new.append(ReadTarget("trainer", key, tensor))
+    new += [ReadTarget("trainer", key, one) for key, one in of_trainer.items() if one is not requested.get(key)]
     _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user, *allocated))
     of_user = [one for one in of_user if of_trainer.get(one.key) is one.tensor]
     read = plan_reads(source, [*filled, *of_user, *allocated, *new])

@@ -120,13 +120,13 @@ def load_pretrained(
     """
     path = pretrained.path
     live = {name: value for name, value in module.state_dict().items() if clean_fqn(name) not in adapters}
+
+    def fit_source(source: Source) -> tuple[Source, list[str]]:
+        source, problems = pretrained.fit(source, module, whole)
+        return replace(source, table={"model": source.table["model"]}, trainer=lambda stored: {}), problems
+
     targets = LoadTargets.of_module(module, live, whole)
-    targets = replace(
-        targets,
-        fit_source=lambda source: pretrained.fit(source, module, whole),
-        has_trainer=False,
-        remedy="Set strict=False in Pretrained(…)",
-    )
+    targets = replace(targets, fit_source=fit_source, remedy="Set strict=False in Pretrained(…)")
     result = load(path, targets, ranks=ranks, options=LoadOptions(strict=pretrained.strict), storage=storage)
     loaded = LoadedModules({"": module}, live, result.hooked, whole)
 
