@@ -1,7 +1,7 @@
 """Save and load the objects of a plain torch script, without a Trainer or Fabric.
 
 The state is a flat dict of modules, optimizers, other objects with a state dict, lists of these, and nested state of
-tensors and plain values; see ``state.nested_dict`` for how each is stored. The checkpoints have the format of
+tensors and plain values; see ``checkpoint.describe`` for how each is stored. The checkpoints have the format of
 ``ShardedStrategy``: each loads the other's model and optimizers.
 """
 
@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.describe import SaveGroup, describe_state, run_info
+from lightning_shardckpt.checkpoint.describe import NestedObjects, SaveGroup, describe_state, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
-from lightning_shardckpt.state.nested_dict import NestedObjects
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage

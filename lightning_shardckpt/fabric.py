@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
-from lightning_shardckpt.checkpoint.describe import run_info
+from lightning_shardckpt.checkpoint.describe import NestedObjects, checkpoint_of, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
@@ -44,7 +44,6 @@ from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, broadcast_statistics, share_optimizer_rng
 from lightning_shardckpt.parallel.tensors.values import reset_numbers
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks

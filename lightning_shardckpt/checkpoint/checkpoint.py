@@ -35,7 +35,6 @@ from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
 from lightning_shardckpt.sources.source import assemble
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import METADATA
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -167,23 +166,6 @@ def _write_and_commit(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str
         return job.notes
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The results of a load besides the tensors that it fills.
-
-    Attributes:
-        trainer: the trainer's state dict.
-        extra_state: non-tensor state of modules, by name.
-        notes: sentences for the user about differences and conversions.
-        hooked: entries that the modules' own code loads; None if the modules' tensors are filled.
-    """
-
-    trainer: dict[str, Any]
-    extra_state: dict[str, Any]
-    notes: list[str]
-    hooked: HookedState | None
-
-
 class LoadState(Protocol):
     """Live state that becomes targets when the ranks have agreed on it."""
 
@@ -205,7 +187,7 @@ def load(
     options: LoadOptions = _LOAD_DEFAULTS,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _STORAGE,
-) -> LoadResult:
+) -> LoadJob:
     """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
@@ -221,7 +203,7 @@ def load(
         storage: of ``path``; by default the file system, or an object store for a URL.
 
     Returns:
-        The rest of the state, and notes for the user.
+        The rest of the state, and notes for the user, as attributes of the load.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -250,7 +232,7 @@ def _load(
     options: LoadOptions,
     pick_rank: Callable[[Any], int],
     storage: Storage,
-) -> LoadResult:
+) -> LoadJob:
     name = f"checkpoint {path!r}"
     verify, safe = options.verify, options.weights_only
     look: Callable[[], Any] = (lambda: None) if isinstance(live, LoadTargets) else live.look
@@ -269,15 +251,16 @@ def _load(
             return _decide(source.path, plans[0][0].remedy, options.strict, reports)
 
         decision: RankComparison = ranks.step(f"comparing {name} with the model", compare, decide)
-        ((targets, job),), notes = plans, decision["differences"]
+        ((targets, job),) = plans
+        job.notes.extend(decision["differences"])
         with mark_partly_loaded(targets.objects, path, decision["is_full"]):
             try:
-                ranks.step(f"reading {name}", lambda: notes.extend(job.fill(decision["sources"])), _nothing)
+                ranks.step(f"reading {name}", lambda: job.fill(decision["sources"]), _nothing)
             except OSError as error:
                 if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may leave a mix of two saves
                     raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
                 raise
-        return LoadResult(job.trainer, job.extra_state, notes, job.hooked)
+        return job
 
 
 def _decide(path: str, remedy: str, strict: bool, reports: Sequence[RankComparison]) -> RankComparison:

@@ -1,29 +1,59 @@
-"""Describe the state that a save stores, on one rank: Lightning's checkpoint dict, or a flat dict of objects."""
+"""Describe the state that a save stores, on one rank: Lightning's checkpoint dict, or a flat dict of objects.
+
+Objects are values of the dict, or items of a list there. All modules together are the model. The FQNs of a single
+module are unchanged; those of several modules begin with the module's key in the dict, as in
+``generator.net.weight``. So the key of a single module does not matter, and the checkpoint of a LightningModule whose
+attributes are the networks fits, too. Optimizers are numbered in order. Everything else is trainer state at its place
+in the dict: tensors and plain values may be nested at will.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo
+from lightning_shardckpt.compat.dtensor import live_state_dict
+from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_directory import describe_hugging_face
-from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
+from lightning_shardckpt.state.model import WholeNames, parameter_names
+from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.state_dicts import (
+    NOTHING,
+    Path,
+    items_of,
+    join_states,
+    key_of,
+    lightning_dict,
+    prefixes_of,
+    replaced,
+)
 from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.system.host import gc_paused
 
 RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes the state of this rank alone."""
+WRAPPED = "_shardckpt_wrapped"
+"""Attribute of a wrapper module that holds the wrapped module."""
+
+Keep: TypeAlias = Callable[[str, Any], bool]
 
 
 @dataclass(slots=True)
@@ -84,6 +114,233 @@ def describe_checkpoint(
 
 
 # ── a flat dict of objects ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class NestedObjects:
+    """The values of a flat dict, and the items of lists with objects there, each kind by path.
+
+    Attributes:
+        stateful: other objects with a state dict, such as learning rate schedulers.
+        plain: all other values: tensors and plain values, which may be nested.
+    """
+
+    modules: dict[Path, nn.Module] = field(default_factory=dict)
+    optimizers: dict[Path, Optimizer] = field(default_factory=dict)
+    stateful: dict[Path, Any] = field(default_factory=dict)
+    plain: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Any, order: Sequence[str] = ()) -> NestedObjects:
+        """Return the objects of a state.
+
+        Args:
+            state: the dict.
+            order: keys of objects that come first, so that ranks whose dicts have different orders visit objects that
+                communicate, and number optimizers, alike.
+
+        Raises:
+            TypeError: if it is not a dict with strings as keys.
+            StateError: for an object that is neither a value of the dict nor an item of a list there, for two under one
+                key, and for objects that are sharded without DTensors.
+        """
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
+            raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')
+        objects, places = cls(), {key: place for place, key in enumerate(order)}
+        items = items_of(state, lambda items: any(map(_is_object, items)))
+        for path, value in sorted(items, key=lambda item: places.get(key_of(item[0]), len(places))):
+            one, key = unwrap(value), key_of(path)
+            if isinstance(one, nn.Module):
+                objects.modules[path] = one
+            elif isinstance(one, Optimizer):
+                refuse_zero_redundancy(one, repr(key))
+                objects.optimizers[path] = one
+            elif _is_stateful(one):
+                objects.stateful[path] = one
+            elif isinstance(one, DataLoader):
+                raise StateError(
+                    f"{key!r} is a {type(one).__name__} without a state dict, so its position can't be saved: leave it "
+                    "out of the state, or use a loader with state_dict and load_state_dict, such as torchdata's "
+                    "StatefulDataLoader"
+                )
+            else:
+                _refuse_objects(one, path)
+                objects.plain[path] = one
+        for paths in (objects.modules, objects.optimizers):
+            if len({*map(key_of, paths)}) < len(paths):
+                raise StateError(
+                    f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys"
+                )
+        for path, module in objects.modules.items() if objects.optimizers else ():
+            if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
+                raise StateError(
+                    f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of "
+                    "flat parameters as state, which can't be assigned to parameters. Use torch's fully_shard (FSDP2) "
+                    "or ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
+                    "get_state_dict; such a directory can be loaded here."
+                )
+        return objects
+
+    @property
+    def prefixes(self) -> dict[Path, str]:
+        """The prefix of the names of each module's state."""
+        return prefixes_of(self.modules)
+
+    @property
+    def named(self) -> dict[str, nn.Module]:
+        """The modules by prefix of their names."""
+        return {prefix: self.modules[path] for path, prefix in self.prefixes.items()}
+
+    @property
+    def root(self) -> nn.Module:
+        """A module that contains all modules, so that its parameters' names have the prefixes."""
+        root = nn.Module()
+        for prefix, module in self.named.items():
+            if not prefix:
+                return module
+            root._modules[prefix[:-1]] = module
+        return root
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all objects, in order."""
+        return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful))]
+
+    @property
+    def filled(self) -> list[nn.Module | Optimizer]:
+        """The objects whose tensors a load fills in place."""
+        return [*self.modules.values(), *self.optimizers.values()]
+
+    @gc_paused()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of all modules; tensors are live.
+
+        Raises:
+            StateError: if two modules have an entry of one name.
+        """
+        return join_states({prefix: live_state_dict(module) for prefix, module in self.named.items()})
+
+    def parameter_names(
+        self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
+    ) -> dict[int, str]:
+        """Return the name of each parameter of the optimizers, by ``id``.
+
+        An optimizer built from ``named_parameters`` names its own parameters, if no module contains them.
+
+        Args:
+            owner: the module of the optimizers in a state without modules, if known.
+            whole: names of the model over all pipeline stages.
+            prefix: before each name.
+        """
+        names = parameter_names(unwrap(owner), whole) if owner is not None else {}
+        names |= parameter_names(self.root, whole)
+        for groups in (optimizer.param_groups for optimizer in self.optimizers.values()):
+            if all("param_names" in group for group in groups):
+                own = {id(p): n for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
+                names |= own if not names.keys() & own.keys() else {}
+        return {number: prefix + name for number, name in names.items()}
+
+    def leaves(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the tensors of plain state, and the largest parts without tensors, by path."""
+        for path, value in self.plain.items():
+            yield from _leaves(value, path, (dict, list), torch.Tensor)
+
+    def sharded_tensors(self) -> dict[str, DTensor]:
+        """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for loads."""
+        states = ((path, one.state_dict()) for path, one in self.stateful.items())
+        leaves = (leaf for path, state in states for leaf in _leaves(state, path, (dict, list, tuple), DTensor))
+        return {key_of(path): tensor for path, tensor in leaves if isinstance(tensor, DTensor)}
+
+
+def unwrap(value: Any) -> Any:
+    """Return the object inside a wrapper such as DistributedDataParallel; any other value unchanged."""
+    if isinstance(value, DistributedDataParallel):
+        return value.module
+    if isinstance(value, nn.Module):
+        inner = value.__dict__.get(WRAPPED) or fabric_original(value)
+        return value if inner is None else unwrap(inner)
+    return loader_of_fabric(value)
+
+
+def _refuse_objects(value: Any, path: Path) -> None:
+    """Refuse objects inside a value."""
+    if _is_object(value):
+        raise StateError(
+            f"{key_of(path)!r} of the state is a {type(unwrap(value)).__name__}: objects are saved and restored as "
+            "values of the state, or in a list that is one. Give it a key of its own, such as "
+            f"{'_'.join(map(str, path))!r}"
+        )
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_objects(item, (*path, key))
+
+
+def _leaves(
+    value: Any, path: Path, containers: tuple[type, ...], kind: type[torch.Tensor]
+) -> list[tuple[Path, Any]]:
+    """Return the tensors of a kind in nested containers, and the largest parts without any, by path."""
+    if not isinstance(value, containers):
+        return [(path, value)]
+    tree: Any = value
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers, kind)]
+    return leaves if any(isinstance(leaf, kind) for _, leaf in leaves) else [(path, value)]
+
+
+def _is_stateful(value: Any) -> bool:
+    has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_methods and not isinstance(value, type | torch.Tensor)
+
+
+def _is_object(value: Any) -> bool:
+    value = loader_of_fabric(value)
+    return isinstance(value, nn.Module | Optimizer | DataLoader) or _is_stateful(value)
+
+
+def checkpoint_of(
+    state: Mapping[str, Any],
+    objects: NestedObjects,
+    names: Mapping[int, str],
+    filters: Mapping[str, Keep] | None = None,
+) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict for a flat dict; tensors are live.
+
+    Args:
+        state: the dict.
+        objects: in the state.
+        names: of the parameters of optimizers, by ``id``; see ``NestedObjects.parameter_names``.
+        filters: by key of ``state``: takes name and value of an entry, and returns True if it is saved.
+
+    Raises:
+        StateError: if a key of the state is reserved.
+    """
+
+    def filtered(path: Path, entries: Any) -> Any:
+        keep = (filters or {}).get(str(path[0]))
+        if keep is None or not isinstance(entries, dict):
+            return entries
+        kept = copy(entries)  # with the versions of modules
+        for name in [name for name, value in entries.items() if not keep(name, value)]:
+            del kept[name]
+        return kept
+
+    with gc_paused():
+        modules = {path: filtered(path, module.state_dict()) for path, module in objects.modules.items()}
+    empty: dict[str, Any] = {"state": {}, "param_groups": []}
+    optimizers = {path: empty | filtered(path, _state_of(one, names)) for path, one in objects.optimizers.items()}
+    new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
+    rest = replaced(state, new | dict.fromkeys((*modules, *optimizers), NOTHING))
+    return lightning_dict({key: filtered((key,), value) for key, value in rest.items()}, modules, optimizers)
+
+
+def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state by parameter name, or by number if none of its parameters has a name."""
+    if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        return optimizer_state(optimizer, names)
+    extra_entries(optimizer)  # raises for an optimizer whose state would be lost
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    return state_dict
 
 
 def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, prefix: str) -> Snapshot:

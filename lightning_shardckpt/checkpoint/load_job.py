@@ -308,15 +308,16 @@ def _decoded(source: Source, role: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """A load whose reads are planned and whose files are open on one rank. No live object has changed yet.
+    """A load whose reads are planned and whose files are open on one rank. No live object changes before ``fill``.
 
     Attributes:
         comparison: of this rank.
         read: fills the tensors, and verifies their bytes on the way.
         optimizers: to fill.
-        trainer: the trainer's state; its tensors have no values yet.
+        trainer: the trainer's state; its tensors have no values before ``fill``.
         extra_state: non-tensor state of modules, by name.
         hooked: entries that the modules' own code loads; None if the modules' tensors are filled.
+        notes: sentences for the user about differences and conversions.
     """
 
     comparison: RankComparison
@@ -325,15 +326,17 @@ class LoadJob:
     trainer: dict[str, Any] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     hooked: HookedState | None = None
+    notes: list[str] = field(default_factory=list)
 
-    def fill(self, sources: Sources) -> list[str]:
-        """Fill the tensors, and put optimizer state in place; return sentences for the user. Runs on every rank.
+    def fill(self, sources: Sources) -> None:
+        """Fill the tensors, and put optimizer state in place. Runs on every rank.
 
         Args:
             sources: of the comparisons of all ranks.
         """
         self.read()
-        return [note for optimizer in self.optimizers for note in optimizer.apply(sources)]
+        for optimizer in self.optimizers:
+            self.notes.extend(optimizer.apply(sources))
 
 
 def start_load(

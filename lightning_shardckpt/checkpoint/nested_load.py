@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, LoadResult, load, mark_partly_loaded
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, load, mark_partly_loaded
+from lightning_shardckpt.checkpoint.describe import NestedObjects, unwrap
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import checksum
@@ -25,7 +26,6 @@ from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, named_tensors, tied_names
-from lightning_shardckpt.state.nested_dict import NestedObjects, unwrap
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import (
     KEYS,
@@ -75,7 +75,7 @@ class NestedLoad:
     @gc_paused()
     def run(
         self, path: str, ranks: Ranks, *, options: LoadOptions, storage: Storage
-    ) -> tuple[dict[str, Any], LoadResult]:
+    ) -> tuple[dict[str, Any], LoadJob]:
         """Load the checkpoint; return its remaining plain state, and the result of ``checkpoint.load``.
 
         Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.

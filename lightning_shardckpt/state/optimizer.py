@@ -51,22 +51,32 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         StateError: if the model lacks a parameter of the optimizer, or the key of some state is ambiguous.
     """
     refuse_zero_redundancy(optimizer, "the optimizer")
-    _check_keys(optimizer)
-    extra = extra_entries(optimizer)
-    groups = []
+    extra, groups, kind = extra_entries(optimizer), list[dict[str, Any]](), type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise StateError(
-                f"param group {number} of {type(optimizer).__name__} has parameters of shapes {unknown} that the "
-                "module does not have; build the optimizer from the module's parameters in configure_optimizers"
+                f"param group {number} of {kind} has parameters of shapes {unknown} that the module does not have; "
+                "build the optimizer from the module's parameters in configure_optimizers"
             )
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
-    every: Mapping[Any, Any] = optimizer.state
+    state, every = dict[str, Any](), dict[Any, Any](optimizer.state)
+    for key, values in every.items():
+        is_dict = isinstance(values, Mapping)
+        if isinstance(key, torch.Tensor):
+            if not is_dict or not all(isinstance(name, str) for name in values):
+                shape = tuple(key.shape)
+                raise StateError(f"{kind} has state that is not a dict with string keys, for a parameter of {shape}")
+            if id(key) in names:
+                state[names[id(key)]] = dict(values)
+        elif not isinstance(key, str) or is_dict:
+            raise StateError(
+                f"{kind} has state under {shown(key)}, which is not a parameter, so a load could not assign it; keep "
+                "it in a param group, like a hyper-parameter"
+            )
     own = {key: value for key, value in every.items() if isinstance(key, str)}
     if both := own.keys() & names.values():
-        raise StateError(f"{type(optimizer).__name__} has state under {min(both)!r}, which is a parameter's name, too")
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
+        raise StateError(f"{kind} has state under {min(both)!r}, which is a parameter's name, too")
     return {"state": state | own, "param_groups": groups, **extra}
 
 
@@ -82,21 +92,6 @@ def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
 def is_of_torch(value: object, name: str) -> bool:
     """Return whether a value is an instance of torch's class of that name, which is slow to import."""
     return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
-
-
-def _check_keys(optimizer: Optimizer) -> None:
-    every: Mapping[Any, Any] = optimizer.state
-    for key, values in every.items():
-        of = f"{type(optimizer).__name__} has"
-        if isinstance(key, str) and not isinstance(values, Mapping):
-            continue
-        if not isinstance(key, torch.Tensor):
-            raise StateError(
-                f"{of} state under {shown(key)}, which is not a parameter, so a load could not assign "
-                "it; keep it in a param group, like a hyper-parameter"
-            )
-        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise StateError(f"{of} state that is not a dict with string keys, for a parameter of {tuple(key.shape)}")
 
 
 def extra_entries(optimizer: Optimizer) -> dict[str, Any]:

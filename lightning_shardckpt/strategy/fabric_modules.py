@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.checkpoint.describe import WRAPPED, NestedObjects
 from lightning_shardckpt.compat.lightning_fabric import is_in_backward
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -21,7 +22,6 @@ from lightning_shardckpt.parallel.optimizers import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import WRAPPED, NestedObjects
 
 
 def _refuse_other_backward(root: ref[nn.Module], gradient: Tensor) -> None:
