@@ -238,7 +238,7 @@ MUTATIONS = (
     Mutation("gradients of replicas are summed, not averaged", STEP, "parallel/sharding/gradient_sync.py",
              "target.copy_(total.mul_(reduction.scale).view(target.shape))", "target.copy_(total.view(target.shape))",
              ("ranks/parallel/test_replicas.py",)),
-    Mutation("tensors that are read together overwrite one another", ONCE, "transfer/reader.py",
+    Mutation("tensors that are read together overwrite one another", ONCE, "sources/source.py",
              "            used += length\n", "            pass\n",
              ("unit/transfer/test_write_read.py::test_tensors_are_read_whole_and_in_parts_through_memory_of_any_size",)),
     Mutation("gradients are clipped by the norm of this rank's shard", STEP, "parallel/sharding/clip_grad.py",
