@@ -302,27 +302,10 @@ class ShardCkptIO(CheckpointIO):
         an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
         ``path`` stays, with a warning. A checkpoint that ``shardckpt follow`` evaluates is deleted after that.
         """
-        background = self._group.background
-        # the removal may wait, and a chdir come first
-        background.remove(file_path(path), partial(_remove_any, absolute_path(path), self.storage))
+        place, background = absolute_path(path), self._group.background  # a chdir may come before the removal
+        folder = os.path.dirname(place.rstrip("/"))
+        background.remove(file_path(path), lambda: RunFolder(folder, self.storage).remove(place))
         self._warn(background.notes())
-
-
-def _remove_any(path: str, storage: StorageRouter) -> list[str]:
-    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one, as ``RunFolder.remove``."""
-    if is_url(path):
-        objects = storage.objects(path)
-        if objects.exists(path):
-            objects.delete([path])
-            return []
-        if not any(stat.size for stat in objects.list(path).values()):
-            return []
-    elif os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-        return []
-    elif not os.path.exists(path):
-        return []
-    return RunFolder(os.path.dirname(path.rstrip("/")), storage).remove(path)
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:

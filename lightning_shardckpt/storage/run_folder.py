@@ -154,11 +154,21 @@ class RunFolder:
     # --- deletions ---
 
     def remove(self, path: str) -> list[str]:
-        """Delete a checkpoint in this folder, or have it deleted once its evaluation is over; return notes.
+        """Delete the checkpoint, link, plain file or object at a path in this folder, if there is one; return notes.
 
-        Raises:
-            CheckpointNotFoundError: if there is none.
+        A checkpoint under evaluation is deleted once that is over. Raises CheckpointNotFoundError for other things.
         """
+        if self._objects is not None:
+            if self._objects.exists(path):
+                self._objects.delete([path])
+                return []
+            if not any(stat.size for stat in self._objects.list(path).values()):
+                return []
+        elif os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+            return []
+        elif not os.path.exists(path):
+            return []
         if not self._names():
             return self._storage.remove(path)
         name = os.path.basename(path.rstrip("/"))

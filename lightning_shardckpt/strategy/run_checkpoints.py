@@ -65,17 +65,13 @@ from lightning_shardckpt.system.threads import drain_all
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A load of a checkpoint, which Lightning's later calls finish.
-
-    Attributes:
-        path: of the checkpoint.
-        modules: the module, whose own code may have to load entries.
-        optimizers: of a fit, with a copy of their param groups; None for another run.
-    """
+    """A load of a checkpoint, which Lightning's later calls finish."""
 
     path: str
     modules: LoadedModules
+    """The module, whose own code may have to load entries."""
     optimizers: list[tuple[Optimizer, list[dict[str, Any]]]] | None
+    """Those of a fit, with a copy of their param groups; None for another run."""
 
 
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
