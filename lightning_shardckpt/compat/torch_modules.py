@@ -140,6 +140,22 @@ def unregister_tensors(module: nn.Module) -> None:
     module._non_persistent_buffers_set.clear()
 
 
+def copy_modules(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> dict[nn.Module, nn.Module]:
+    """Return copies of all modules of ``root``, by module, with the same attributes, and converted tensors.
+
+    Relies on ``_parameters``, ``_buffers`` and ``_modules`` being all that a module registers.
+    """
+    copies = {module: object.__new__(type(module)) for module in root.modules()}
+    for module, copied in copies.items():
+        copied.__dict__.update(vars(module))
+        for name in ("_parameters", "_buffers"):
+            tensors = vars(module)[name].items()
+            copied.__dict__[name] = {key: None if tensor is None else convert(tensor) for key, tensor in tensors}
+        children = module._modules.items()
+        copied.__dict__["_modules"] = {key: None if child is None else copies[child] for key, child in children}
+    return copies
+
+
 def convert_tensors(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by the result of ``convert``, like ``to``. Ties are broken."""
     root._apply(convert)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -87,11 +87,6 @@ def is_model(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def mark_initialized(tensor: Tensor) -> None:
-    """Keep `initialize` from filling a tensor, with transformers 5 and later. Relies on ``_is_hf_initialized``."""
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
 def initialize(model: nn.Module, module: nn.Module) -> None:
     """Initialize a module's tensors, as ``from_pretrained`` does for those missing in files, except marked ones.
 

@@ -14,12 +14,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -40,8 +38,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     below_functions,
     dispatches,
     memory_id,
-    tree_flatten,
-    tree_unflatten,
+    tree_leaves,
+    tree_map,
     written_arguments,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -66,9 +64,6 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     In-place writes to them are counted. Some are stand-ins: they show the device of a tensor with values, mix with
     tensors that have memory, draw as many random numbers, and so do the results of operations on them. Code that reads
     their values fails with torch's own error.
-
-    Attributes:
-        counts: whether writes are counted.
     """
 
     def __init__(self) -> None:
@@ -86,9 +81,8 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def writes(self, tensor: Tensor) -> int | None:
         """Return the number of writes to a tensor; None for one that is not known."""
-        if dispatches(type(tensor)) or memory_id(tensor) not in self._storages:
-            return None
-        return self._writes[memory_id(tensor)]
+        is_known = not dispatches(type(tensor)) and memory_id(tensor) in self._storages
+        return self._writes[memory_id(tensor)] if is_known else None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -96,27 +90,15 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         with self, _Shown(self):
             yield
 
-    def drop_memory(self, parameter: nn.Parameter) -> None:
-        """Turn a parameter into a stand-in, the same object, unless it has weak references or another class."""
-        if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta:
-            with below_functions():
-                meta = nn.Parameter(self.stand_in(parameter), parameter.requires_grad)
-                meta.__dict__.update(vars(parameter))
-                try:
-                    torch.utils.swap_tensors(parameter, meta)  # type: ignore[no-untyped-call]
-                except RuntimeError:
-                    return
-
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Return a tensor without memory that stands for ``tensor``."""
         made = torch.empty_like(tensor, device="meta")
         self.know(made, tensor.device)
         return made
 
-    def device_of(self, tensor: object) -> torch.device | None:
+    def device_of(self, value: object) -> torch.device | None:
         """Return the device that a stand-in shows; None for all other values."""
-        is_without = isinstance(tensor, Tensor) and _is_without(tensor)
-        return self._shown_devices.get(memory_id(tensor)) if is_without else None  # type: ignore[arg-type]  # a Tensor then
+        return self._shown_devices.get(memory_id(value)) if _is_without(value) else None
 
     def count(self, tensor: Tensor) -> None:
         """Count a write to a tensor that has no memory, or is known."""
@@ -130,10 +112,10 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     ) -> Any:
         kwargs = kwargs or {}
         with below_functions():
-            changed = _tensors(written_arguments(func, args, kwargs))
+            written = [t for t in tree_leaves(written_arguments(func, args, kwargs)) if isinstance(t, Tensor)]
             if not any(map(dispatches, types)):
-                return self._run(func, changed, args, kwargs)
-            for tensor in changed:
+                return self._run(func, written, args, kwargs)
+            for tensor in written:
                 if tensor.device.type == "meta":
                     raise StateError(
                         f"cannot run {func} on a parameter of shape {tuple(tensor.shape)} that was parallelised: "
@@ -141,35 +123,31 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
                     )
         return func(*args, **kwargs)
 
-    def _run(self, func: Any, changed: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that changes some tensors, on stand-ins without memory."""
-        for tensor in changed:
+    def _run(self, func: Any, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, without memory if one of its arguments is a stand-in."""
+        for tensor in written:
             self.count(tensor)
-        leaves, spec = tree_flatten((args, kwargs))
-        shown = next((device for leaf in leaves if (device := self.device_of(leaf)) is not None), None)
+        shown = next(filter(None, map(self.device_of, tree_leaves((args, kwargs)))), None)
         if shown is None:
             return func(*args, **kwargs)
-        if any(not tensor.is_meta for tensor in changed):
+        if not all(tensor.is_meta for tensor in written):
             raise StateError(f"{func} would write values of a tensor without memory to one with memory")
         if torch.Tag.nondeterministic_seeded in func.tags:  # draws its numbers with ones, and drops them
-            real = [torch.ones_like(t, device=shown) if isinstance(t, Tensor) and t.is_meta else t for t in leaves]
-            real_args, real_kwargs = tree_unflatten(real, spec)
-            func(*real_args, **real_kwargs)
-        args, kwargs = tree_unflatten([leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+            ones, others = tree_map(lambda v: torch.ones_like(v, device=shown) if _is_without(v) else v, (args, kwargs))
+            func(*ones, **others)
+        args, kwargs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
-        for tensor in filter(_is_without, _tensors(result)):
+        for tensor in filter(_is_without, tree_leaves(result)):
             self.know(tensor, shown)
         return result
 
 
-def _is_without(tensor: Tensor) -> bool:
-    return not dispatches(type(tensor)) and tensor.layout is torch.strided and tensor.device.type == "meta"
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _is_without(value: object) -> TypeGuard[Tensor]:
+    if not isinstance(value, Tensor) or dispatches(type(value)):
+        return False
+    return value.layout is torch.strided and value.device.type == "meta"
 
 
 class _Shown(TorchFunctionMode):
@@ -186,39 +164,37 @@ class _Shown(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (_DEVICE, _IS_META, _IS_CPU):
-            tensor, frame = args[0], sys._getframe(1)
-            while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-                frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
+        if func in (_DEVICE, _IS_META, _IS_CPU, _SET_DATA):
             with below_functions():
-                device, is_without = self._tensors.device_of(tensor), _is_without(tensor)
-                is_counted = is_without or self._tensors.writes(tensor) is not None
-            if func == _IS_META and is_counted and frame.f_globals.get("__name__") == "torch.nn.init":
-                self._initialize(tensor, device, frame, is_without=is_without)
-                return True
-            if device is not None:
+                device = self._tensors.device_of(args[0])
+                if func == _SET_DATA and device is not None and not args[1].is_meta:
+                    args = args[0], self._tensors.stand_in(args[1])
+                elif func == _IS_META and self._is_initialized(args[0], device):
+                    return True
+            if device is not None and func != _SET_DATA:
                 return {_DEVICE: device, _IS_META: False, _IS_CPU: device.type == "cpu"}[func]
-        elif func == _SET_DATA:
-            with below_functions():
-                if self._tensors.device_of(args[0]) is not None and not args[1].is_meta:
-                    args = (args[0], self._tensors.stand_in(args[1]))
         return func(*args, **(kwargs or {}))
 
-    def _initialize(self, tensor: Tensor, device: torch.device | None, frame: FrameType, *, is_without: bool) -> None:
-        """Count a function of ``torch.nn.init`` that has asked for the device, and run it if the tensor has values."""
-        with below_functions():
-            self._tensors.count(tensor)
+    def _is_initialized(self, tensor: Tensor, device: torch.device | None) -> bool:
+        """Run a function of ``torch.nn.init`` that asks for the device of a known tensor, and return whether it did."""
+        frame, is_without = sys._getframe(2), _is_without(tensor)
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+            frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
+        is_known = is_without or self._tensors.writes(tensor) is not None
+        if not is_known or frame.f_globals.get("__name__") != "torch.nn.init":
+            return False
+        self._tensors.count(tensor)
         if device is not None or not is_without:
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             real = torch.ones(tensor.shape, dtype=tensor.dtype, device=device) if is_without else tensor
-            arguments = {name: frame.f_locals[name] for name in names}
+            arguments = {name: real if frame.f_locals[name] is tensor else frame.f_locals[name] for name in names}
             self._tensors.counts = False
             try:
-                function = frame.f_globals[code.co_name]
-                function(**{name: real if value is tensor else value for name, value in arguments.items()})
+                frame.f_globals[code.co_name](**arguments)
             finally:
                 self._tensors.counts = True
+        return True
 
 
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -234,6 +210,12 @@ _FOLLOWS = (
     ". Rank 0 alone builds with values. If the code needs values of parameters while it builds, move it into __init__, "
     "where every rank has them; in Fabric, into init_module(empty_init=False)"
 )
+
+
+SLOTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameter": parameter_slots, "buffer": buffer_slots, "attribute": vars,
+}  # fmt: skip
+"""By the kind of a tensor of a module: a function that returns the mutable dict of the module that has it."""
 
 
 class Place(NamedTuple):
@@ -259,15 +241,11 @@ def list_places(root: nn.Module) -> list[Place]:
     """Return the tensors of ``root``, under all their names; of attributes only plain tensors."""
     places = list[Place]()
     for prefix, module in root.named_modules():
-        plain: dict[str, Any] = {name: value for name, value in vars(module).items() if type(value) is Tensor}
-        for kind, slots, tensors in (
-            ("parameter", parameter_slots(module), parameter_slots(module)),
-            ("buffer", buffer_slots(module), buffer_slots(module)),
-            ("attribute", vars(module), plain),
-        ):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    places.append(Place(f"{prefix}.{name}" if prefix else name, kind, module, slots, name, tensor))
+        for kind, slots_of in SLOTS.items():
+            slots = slots_of(module)
+            for name, value in slots.items():
+                if type(value) is Tensor or (kind != "attribute" and value is not None):
+                    places.append(Place(f"{prefix}.{name}" if prefix else name, kind, module, slots, name, value))
     return places
 
 
@@ -275,7 +253,6 @@ Value = tuple[list[Place], Tensor]
 """A parameter that only rank 0 has: where it was registered, and its value there, on the meta device elsewhere."""
 
 
-@dataclass(slots=True)
 class Build:
     """The builds of modules of one strategy.
 
@@ -284,10 +261,10 @@ class Build:
         only_first: the places in words that only rank 0 has, found by `compare`.
     """
 
-    tensors: MetaTensors = field(default_factory=MetaTensors)
-    only_first: frozenset[str] = frozenset()
-    _owners: dict[int, ref[nn.Module]] = field(default_factory=dict)  # by the id of a counted tensor's memory
-    _whole: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = field(default_factory=WeakKeyDictionary)
+    def __init__(self) -> None:
+        self.tensors, self.only_first = MetaTensors(), frozenset[str]()
+        self._owners = dict[int, ref[nn.Module]]()  # by the id of a counted tensor's memory
+        self._whole = WeakKeyDictionary[nn.Module, dict[str, Tensor]]()
 
     @contextmanager
     def building(self, ranks: Ranks, *, on_one_rank: bool = True, phase: str = "building the module") -> Iterator[None]:
@@ -305,39 +282,45 @@ class Build:
             RankError: if it failed on another rank.
         """
         follows = on_one_rank and dist.is_initialized() and dist.get_rank() > 0
+        register: Any = partial(self._register, follows, threading.get_ident())
         with share_rng():
             error: BaseException | None = None
+            hooks = [register_module_parameter_registration_hook(register)]
+            hooks.append(register_module_buffer_registration_hook(register))
             try:
-                with self._watched(follows=follows):
+                with distribute_locally(), self.tensors.watched():
                     yield
             except BaseException as raised:
                 error = raised
-            ranks.step(phase, partial(_raise, error, follows=follows), lambda _: None)
-            if dist.is_initialized():
-                broadcast_rng(None)
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
-    @contextmanager
-    def _watched(self, *, follows: bool) -> Iterator[None]:
-        thread = threading.get_ident()
+            def end() -> None:
+                if follows and isinstance(error, Exception):
+                    raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
+                if error is not None:
+                    raise error
 
-        def register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-            if tensor is None or threading.get_ident() != thread or isinstance(tensor, DTensor):
-                return
-            if tensor.is_meta:
-                self.tensors.know(tensor)
-                self._owners.setdefault(memory_id(tensor), ref(module))
-            elif isinstance(tensor, nn.Parameter):
-                if follows:
-                    self.tensors.drop_memory(tensor)
-                else:
-                    self._whole.setdefault(module, {})[name] = tensor
+            ranks.step(phase, end, lambda _: None)
+            broadcast_rng(None)
 
-        with ExitStack() as undo:
-            undo.callback(register_module_parameter_registration_hook(register).remove)
-            undo.callback(register_module_buffer_registration_hook(register).remove)
-            undo.enter_context(distribute_locally())
-            undo.enter_context(self.tensors.watched())
-            yield
+    def _register(self, follows: bool, thread: int, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        """Note a tensor that a module registers, and take the memory of a parameter that only rank 0 should have."""
+        if tensor is None or threading.get_ident() != thread or isinstance(tensor, DTensor):
+            return
+        if tensor.is_meta:
+            self.tensors.know(tensor)
+            self._owners.setdefault(memory_id(tensor), ref(module))
+        elif isinstance(tensor, nn.Parameter) and not follows:
+            self._whole.setdefault(module, {})[name] = tensor
+        elif type(tensor) is nn.Parameter and tensor.layout is torch.strided:
+            with below_functions():
+                if not tensor.is_meta:  # a stand-in, which shows another device
+                    meta = nn.Parameter(self.tensors.stand_in(tensor), tensor.requires_grad)
+                    meta.__dict__.update(vars(tensor))
+                    with suppress(RuntimeError):  # if it has weak references; then every rank has its value
+                        torch.utils.swap_tensors(tensor, meta)  # type: ignore[no-untyped-call]
 
     def is_owner(self, place: Place) -> bool:
         """Return whether a module was the first to register a tensor on the meta device, which others were tied to."""
@@ -353,14 +336,9 @@ class Build:
             TopologyError: if the ranks built different modules; names the first difference.
             UnsupportedCodeError: if a buffer shares the memory of a parameter.
         """
-        phase, places = "comparing the modules that the ranks have built", list_places(root)
+        phase, places, ties = "comparing the modules that the ranks have built", list_places(root), dict[int, str]()
         without = [str(place) for place in places if place.is_without]
-        lines, ties = list[str](), dict[int, str]()
-        for place in places:
-            if place.kind != "attribute":
-                tensor, tie = place.tensor, ties.setdefault(id(place.tensor), place.fqn)
-                kind = ("DTensor" if isinstance(tensor, DTensor) else "", "with gradient" * tensor.requires_grad)
-                lines.append(f"{place} {kind[0]} {tuple(tensor.shape)} {tensor.dtype} {kind[1]} first named {tie}")
+        lines = [_describe(place, ties) for place in places if place.kind != "attribute"]
 
         def work() -> list[Any]:
             refuse_shared_memory(root)
@@ -385,28 +363,23 @@ class Build:
             root: the module.
             loaded: clean FQNs of parameters that need no value.
         """
-        values, metas = dict[int, Value](), dict[int, Tensor]()
-        places = [p for p in list_places(root) if p.kind == "parameter" and str(p) in self.only_first]
-        skipped = {id(place.tensor) for place in places if clean_fqn(place.fqn) in loaded}
-        for place in places:
-            old, key = place.tensor, id(place.tensor)
-            if key not in values:
+        values, metas, skipped = dict[Tensor, Value](), dict[Tensor, Tensor](), set[Tensor]()
+        for place in list_places(root):
+            if place.kind != "parameter" or str(place) not in self.only_first:
+                continue
+            old = place.tensor
+            if old not in values:
                 whole = self._whole.get(place.module, {}).get(place.name, old) if isinstance(old, DTensor) else old
                 value = torch.empty(old.shape, dtype=old.dtype, device="meta") if place.is_without else whole.detach()
-                values[key] = [], value
-                metas[key] = old if place.is_without or isinstance(old, DTensor) else like(old, "meta")
-            values[key][0].append(place)
-            place.slots[place.name] = metas[key]
+                values[old] = [], value
+                metas[old] = old if place.is_without or isinstance(old, DTensor) else like(old, "meta")
+            values[old][0].append(place)
+            place.slots[place.name] = metas[old]
+            if clean_fqn(place.fqn) in loaded:
+                skipped.add(old)
         for module in root.modules():
             self._whole.pop(module, None)
-        return [value for key, value in values.items() if key not in skipped]
-
-
-def _raise(error: BaseException | None, *, follows: bool) -> None:
-    if follows and isinstance(error, Exception):
-        raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
-    if error is not None:
-        raise error
+        return [value for old, value in values.items() if old not in skipped]
 
 
 def like(tensor: Tensor, device: str) -> Tensor:
@@ -419,6 +392,13 @@ def like(tensor: Tensor, device: str) -> Tensor:
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     new.__dict__.update(vars(tensor))
     return new
+
+
+def _describe(place: Place, ties: dict[int, str]) -> str:
+    """Return a line about a tensor, equal on all ranks; ``ties`` gets the first name of each tensor by its id."""
+    tensor, first = place.tensor, ties.setdefault(id(place.tensor), place.fqn)
+    kinds = f"{'DTensor' * isinstance(tensor, DTensor)} {'with gradient' * tensor.requires_grad}"
+    return f"{place}  {tuple(tensor.shape)} {tensor.dtype} {kinds} first named {first}"
 
 
 def _digest(lines: list[str]) -> str:
