@@ -49,16 +49,11 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
 
 # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's message
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
 
 
 class user_code:  # a class, since it is entered dozens of times in a step
-    """A context in which param groups show the parameters of all stages; of this stage only, if not ``is_run``.
-
-    Raises:
-        UnsupportedCodeError: instead of torch's error, if a state dict does not fit.
-    """
+    """A context in which param groups show the parameters of all stages; of this stage only, if not ``is_run``."""
 
     __slots__ = ("_is_run", "_token")
 
@@ -68,18 +63,15 @@ class user_code:  # a class, since it is entered dozens of times in a step
     def __enter__(self) -> None:
         self._token = _IN_USER_CODE.set(self._is_run)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, *error: object) -> None:
         _IN_USER_CODE.reset(self._token)
-        if self._is_run and isinstance(error, RuntimeError) and str(error).startswith(_DOES_NOT_LOAD):
-            raise UnsupportedCodeError(
-                "a hook loads a state dict that doesn't fit. In a pipeline, state_dict() has the tensors of one stage, "
-                "and no parameter can take another's place (assign=True). Load in __init__ or configure_model, or use "
-                f"pipeline_parallel_size=1. {error}"
-            ) from error
 
 
 class GroupParameters(list[Tensor]):
-    """The parameters of this stage in a param group; in user code also placeholders for the others, in order."""
+    """The parameters of this stage in a param group; in user code also placeholders for the others, in order.
+
+    The list itself has those of this stage, for C++ code of torch, which reads it without ``__iter__``.
+    """
 
     def __init__(self, whole: Sequence[Tensor]) -> None:
         super().__init__(tensor for tensor in whole if not isinstance(tensor, Placeholder))

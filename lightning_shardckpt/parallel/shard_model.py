@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, convert_tensors, parameter_slots
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
@@ -28,23 +27,12 @@ from lightning_shardckpt.parallel.sharding.fqn import (
     select_modules,
     tied_state,
 )
-from lightning_shardckpt.parallel.sharding.fsdp import (
-    FSDP,
-    choose_units,
-    fsdp_modules,
-    reshard,
-    units_around,
-)
+from lightning_shardckpt.parallel.sharding.fsdp import FSDP, choose_units, fsdp_modules, reshard, units_around
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions
-from lightning_shardckpt.parallel.sharding.tensor_parallel import (
-    Plan,
-    TensorPlan,
-    apply_plan,
-    resolve_plan,
-)
+from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
 from lightning_shardckpt.parallel.tensors.parameters import follow_parameters, retire_parameter, shard_parameters
 from lightning_shardckpt.parallel.tensors.placement import peers_of
@@ -164,13 +152,6 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined; names the remedy.
     """
     topology = meshes.topology
-    lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        raise UnsupportedCodeError(
-            f"{lazy[0]} has no shape yet: a lazy module gets its parameters in its first forward, but they are sharded "
-            "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
-            "sizes."
-        )
     refuse_stages(root)
     if topology.world_size > 1 or is_parallel(root):
         refuse_node_hooks(root)
@@ -199,15 +180,15 @@ def shard(
     after = dict(root.named_parameters(remove_duplicate=False))
     replaced = {old: after[name] for name, old in before.items() if name in after}
     elsewhere = dict[nn.Parameter, Tensor]()
+    shared = list[tuple[nn.Parameter, dist.ProcessGroup]]()
     if stages is not None:
         elsewhere |= {old: stages.placeholders[id(built[n])] for n, old in before.items() if old not in replaced}
+        shared = stages.shared_parameters(after, names)
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
         retire_parameter(old, replaced.get(old))
-    shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(
-        root, meshes, device, partial=partial_names, reduce_dtype=recipe.reduce_dtype, shared=shared
-    )
+    reduce_dtype = recipe.reduce_dtype
+    gradients = GradientSync(root, meshes, device, partial=partial_names, reduce_dtype=reduce_dtype, shared=shared)
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), topology.world_size // topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
@@ -215,9 +196,7 @@ def shard(
         absent = stages.register_absent(built, {built[name]: new for name, new in after.items() if name in built})
         pipeline = stages.build_pipeline(root, gradients, absent, device)
     canonical = tuple(clean_fqn(tie[0]) for tie in names)
-    return ShardedModule(
-        meshes, root, gradients, pipeline, canonical, *state, replaced, elsewhere, holders, engine
-    )
+    return ShardedModule(meshes, root, gradients, pipeline, canonical, *state, replaced, elsewhere, holders, engine)
 
 
 def _parallelize(

@@ -74,8 +74,8 @@ REFUSED_IN_PIPELINES = {
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
     "DrawsByItself": "draws of DrawsByItself is a random generator",
-    "LoadsByAssignment": "a hook loads a state dict that doesn't fit",
-    "ClonesByClass": "a hook loads a state dict that doesn't fit",
+    "LoadsByAssignment": "Error(s) in loading state_dict",
+    "ClonesByClass": "Error(s) in loading state_dict",
     "FollowsByTorch": "__float__ needs the value of net.",
 }
 NOT_IN_PIPELINES = (
