@@ -142,10 +142,16 @@ class Initialization:
                     for place in tensor.places:
                         place.slots[place.name] = value
                 tensor.renew("meta")
-        if any_rank(bool(problems)) if dist.is_initialized() else problems:
-            if restores():
-                problems = [(place, text) for place, text in problems if clean_fqn(place.fqn) not in self._state]
-            _refuse(problems)
+        is_refused = _are_anywhere(problems)
+        if is_refused and restores():
+            problems = [(place, text) for place, text in problems if clean_fqn(place.fqn) not in self._state]
+            is_refused = _are_anywhere(problems)
+        if is_refused:
+            texts = [text for _, text in problems] or ["tensors of another pipeline stage"]
+            raise UnsupportedCodeError(
+                f"{len(texts)} of the tensors that were built on the meta device have no first values:\n  "
+                f"{list_some(texts, _LISTED, chr(10) + '  ')}\n{_REMEDY}"
+            )
 
     def _make(self, layer: nn.Module | None, inside: Sequence[_Tensor]) -> Iterator[tuple[Place, str]]:
         """Run the methods of a layer, or of the modules outside of layers, on tensors with memory.
@@ -186,14 +192,9 @@ class Initialization:
         return ""
 
 
-def _refuse(problems: list[tuple[Place, str]]) -> None:
-    """Raise if tensors have no first values on any rank. Collective."""
-    if any_rank(bool(problems)) if dist.is_initialized() else problems:
-        texts = [text for _, text in problems] or ["tensors of another pipeline stage"]
-        raise UnsupportedCodeError(
-            f"{len(texts)} of the tensors that were built on the meta device have no first values:\n  "
-            f"{list_some(texts, _LISTED, chr(10) + '  ')}\n{_REMEDY}"
-        )
+def _are_anywhere(problems: Sequence[object]) -> bool:
+    """Return whether any rank has problems. Collective."""
+    return any_rank(bool(problems)) if dist.is_initialized() else bool(problems)
 
 
 def _methods(
