@@ -15,30 +15,27 @@ import torch
 from torch import Tensor, nn
 
 
-class Renaming(Protocol):
-    """A step from the names in files to the names of a model."""
-
-    def rename_source_key(self, source_key: str, /) -> tuple[str, str | None]:
-        """Return the new name of a tensor in a file, and the pattern that matched, if any."""
-
-
 @runtime_checkable
-class Conversion(Renaming, Protocol):
+class Conversion(Protocol):
     """A step that converts tensors in files, whose names match ``source_patterns``, to tensors of a model."""
 
     source_patterns: Sequence[str]
     target_patterns: Sequence[str]
     operations: Sequence[object]
 
+    def rename_source_key(self, source_key: str, /) -> tuple[str, str | None]:
+        """Return the new name of a tensor in a file, and the pattern that matched, if any."""
 
-def conversions_of(model: nn.Module) -> list[Renaming]:
-    """Return the steps by which ``from_pretrained`` converts the names and tensors of a model's files, in order.
 
-    Steps that also convert tensors are a ``Conversion``. Empty without transformers. Relies on
-    ``get_model_conversion_mapping``.
+def conversions_of(model: nn.Module) -> tuple[list[Callable[[str], tuple[str, str | None]]], list[Conversion]]:
+    """Return the steps by which ``from_pretrained`` converts a model's files, in order: renamings, then conversions.
+
+    A renaming is a ``rename_source_key``. Empty without transformers. Relies on ``get_model_conversion_mapping``.
     """
     module = sys.modules.get("transformers.conversion_mapping")  # every model of transformers 5 and later imports it
-    return [] if module is None else list(module.get_model_conversion_mapping(model))
+    steps = [] if module is None else list(module.get_model_conversion_mapping(model))
+    renamings = [step.rename_source_key for step in steps if not isinstance(step, Conversion)]
+    return renamings, [step for step in steps if isinstance(step, Conversion)]
 
 
 def revert_function() -> Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None:

@@ -25,7 +25,7 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.sources.key_mapping import rename
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, list_tensors
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, StoredTensor, list_tensors
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft import added_names, live_names_in_file
 
@@ -43,7 +43,8 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
     Raises:
         MismatchError: if nothing matches, or several parts of the model match equally.
     """
-    stored = sorted(source.component("model").names)
+    tensors = {name: source.table["model"][key] for name, key in source.component("model").names.items()}
+    stored = sorted(tensors)
     best = _best_candidate(source.path, stored, [n for n in state if not is_extra_state(n)], module)
     names, joined, problems = dict[str, str](), dict[str, ForeignTensor](), list[str]()
     for live, where in best.hits.items():
@@ -51,7 +52,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
             names[live] = where
             continue
         try:
-            joined[live] = _convert(where, source)
+            joined[live] = _convert(where, tensors)
         except UnsupportedError as error:
             problems.append(f"{live}  needs a conversion of transformers that is not supported: {error}")
     unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
@@ -177,8 +178,7 @@ def _hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
 
 def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Joined]:
     """Return the stored name, or the stored tensors to join, by the names that a model of transformers knows."""
-    steps, prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
-    converters = [step for step in steps if isinstance(step, Conversion)]
+    (renamings, converters), prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
 
     def find(name: str) -> str | None:  # with or without the prefix of the base model
         bare = name.removeprefix(f"{prefix}.") if prefix else name
@@ -187,8 +187,8 @@ def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[s
     names, joined = dict[str, str | Joined](), dict[str, Joined]()
     for name in sorted(stored, key=_natural):
         new = name
-        for renaming in (step for step in steps if not isinstance(step, Conversion)):
-            new, _ = renaming.rename_source_key(new)
+        for rename_key in renamings:
+            new, _ = rename_key(new)
         for converter in converters:
             renamed, pattern = converter.rename_source_key(new)
             if pattern is not None and (full := find(renamed)) is not None:
@@ -205,12 +205,11 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _convert(joined: Joined, source: Source) -> ForeignTensor:
+def _convert(joined: Joined, tensors: Mapping[str, StoredTensor]) -> ForeignTensor:
     """Return the tensor that a conversion makes. Raises an UnsupportedError that names the operation."""
-    patterns, keys = joined.converter.source_patterns, source.component("model").names
-    pieces = dict[str, list[ForeignTensor]]()
+    patterns, pieces = joined.converter.source_patterns, dict[str, list[ForeignTensor]]()
     for pattern in (pattern for pattern in patterns if pattern in joined.parts):
-        located = [source.table["model"][keys[name]].located for name in joined.parts[pattern]]
+        located = [tensors[name].located for name in joined.parts[pattern]]
         pieces[pattern] = [tensor for tensor in located if tensor is not None]
         if len(pieces[pattern]) < len(located):
             raise UnsupportedError("joining tensors of a sharded checkpoint")
