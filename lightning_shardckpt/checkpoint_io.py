@@ -129,19 +129,13 @@ class ShardCkptIO(CheckpointIO):
         self._topology, self.names = topology, names or WholeNames()
 
     def enable_async(self, ranks: Ranks) -> None:
-        """Save asynchronously until ``teardown`` or ``leave``, if that was chosen.
-
-        ``ranks`` save together, and are for exclusive use by the writing thread.
-        """
+        """Save asynchronously until ``teardown`` or ``leave``, if that was chosen. The writer alone uses ``ranks``."""
         if self.is_async:
             self._group.background.drain()
             self._group.background, self._saves_in_background = Background(ranks), True
 
     def teardown(self) -> None:
-        """Wait for asynchronous saves, as ``wait`` does, free their memory, and undo ``attach``.
-
-        Collective under ``ShardedStrategy``, as ``wait`` is.
-        """
+        """Wait as ``wait`` does, free the memory of asynchronous saves, and undo ``attach``. Collective as ``wait``."""
         try:
             self.wait()
         finally:
@@ -164,9 +158,8 @@ class ShardCkptIO(CheckpointIO):
     ) -> None:
         """Save Lightning's checkpoint dict at ``path``.
 
-        Without ``use_async`` it is complete when this returns, and durable with ``sync_files``.
-
-        Collective under ``ShardedStrategy``: every rank must call it.
+        Without ``use_async`` it is complete when this returns, and durable with ``sync_files``. Collective under
+        ``ShardedStrategy``: every rank must call it.
 
         Args:
             checkpoint: Lightning's dict.
@@ -273,10 +266,7 @@ class ShardCkptIO(CheckpointIO):
     def load_whole(
         self, path: str | os.PathLike[str], map_location: MAP_LOCATION = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the whole checkpoint unchanged: of a Trainer, of Fabric, or of another program. Not collective.
-
-        Arguments and errors are as in ``load_checkpoint``.
-        """
+        """Return the whole checkpoint unchanged, with the arguments of ``load_checkpoint``. Not collective."""
         drain_all()
         path, safe = file_path(path), weights_only is not False
         if is_torch_file(path):

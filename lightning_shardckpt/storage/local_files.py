@@ -354,8 +354,8 @@ def open_output(
         replaceable: called at the end with the path if a file, or a directory that is not empty, is there.
 
     Raises:
-        OSError: if what is there must not be replaced, or another process is creating it.
-        PermissionError: if the owner or group of what is there cannot be kept.
+        OSError: if what is there must not be replaced, its owner or group cannot be kept, or another process is
+            creating it.
     """
     target = os.path.abspath(path)
     make_directories(os.path.dirname(target))

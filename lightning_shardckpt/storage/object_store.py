@@ -99,9 +99,7 @@ class ObjectStore:
     def get(self, url: str) -> tuple[bytes, dict[str, str]]:
         """Return a whole object and its tag, by one request.
 
-        Raises:
-            FileNotFoundError: if there is none.
-            FormatError: if it is larger than JSON may be.
+        Raises FileNotFoundError if there is none, and FormatError if it is larger than JSON may be.
         """
         with self._call("reading", url) as (bucket, key):
             found = bucket.get(key)
@@ -114,10 +112,8 @@ class ObjectStore:
         """Write an object if the current one has the tag ``expected`` (None: if there is none).
 
         The content must be of this save alone: an object that has it already counts as written. In a store without
-        conditional puts, the tag is compared right before the object is put.
-
-        Raises:
-            FileExistsError: if another object is there, or the expected one is gone.
+        conditional puts, the tag is compared right before the object is put. Raises FileExistsError if another object
+        is there, or the expected one is gone.
         """
         for left in reversed(range(_PUTS)):
             try:
@@ -308,9 +304,7 @@ def find_aws(
 ) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
     """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
 
-    Args:
-        url: for messages.
-        given: ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.
+    ``given`` has ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.
 
     Returns:
         The region and the endpoint, if any, and a function that returns credentials for obstore, renewed by botocore.

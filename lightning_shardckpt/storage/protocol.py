@@ -63,10 +63,7 @@ class Draft(Protocol):
         """
 
     def publish(self) -> None:
-        """Make the checkpoint appear at its path, in place of an older one.
-
-        The older one is deleted afterwards; a failure to delete it becomes a note.
-        """
+        """Make the checkpoint appear at its path; then delete an older one there. A failure of that becomes a note."""
 
     def discard(self) -> None:
         """Remove the files written so far; files that are already gone are no error."""

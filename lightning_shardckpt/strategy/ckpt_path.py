@@ -79,10 +79,7 @@ class JoiningLauncher(ScriptLauncher):
 
 
 def may_lack_weights(trainer: pl.Trainer, path: str) -> bool:
-    """Return True if a load of ``path`` may leave some weights as they are, since the checkpoint may lack them.
-
-    With ``strict_loading=False`` every checkpoint may.
-    """
+    """Return True if the checkpoint at ``path`` may lack some weights; with ``strict_loading=False`` each one may."""
     if not trainer.lightning_module.strict_loading or os.path.isfile(path):
         return True
     try:
@@ -96,10 +93,8 @@ def find_last(trainer: pl.Trainer, ckpt_path: Any = "last") -> str | None:
     """Return the path for ``"last"``; None if there are no checkpoints, and for another ``ckpt_path``.
 
     In a fit with an OnExceptionCheckpoint, None means "last" among its checkpoint and those named ``last*``, unless
-    Lightning has another path: an assigned ``trainer.ckpt_path``, or that of a requeued SLURM job.
-
-    Raises:
-        CheckpointNotFoundError: if there are checkpoints, but no complete one.
+    Lightning has another path: an assigned ``trainer.ckpt_path``, or that of a requeued SLURM job. Raises
+    CheckpointNotFoundError if there are checkpoints, but no complete one.
     """
     storage, found, fits = _storage_of(trainer), set[str](), trainer.state.fn == TrainerFn.FITTING
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set late
