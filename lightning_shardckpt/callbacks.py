@@ -1,19 +1,27 @@
-"""The callback that logs what ``shardckpt follow`` has measured in another process."""
+"""Callbacks that work with tools: for the metrics of ``shardckpt follow``, and for the runs of ``prove-resume``."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.lightning_runs import intercept_fit, set_default_root_dir
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, is_url
 from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.tools.follow import Run
+from lightning_shardckpt.tools.prove_resume import VARIABLE
 
 _LOOK_S, _LOOK_AT_STORE_S, _LAST_LOOK_S = 10.0, 30.0, 1.0  # between two looks, in training and at its end
 
@@ -73,7 +81,7 @@ class FollowedMetrics(Callback):
             self._log(trainer)
             waits = waits and any(run.pending(self._runs[run]) for run in followed)
             time.sleep(_LAST_LOOK_S if waits else 0)
-        if missing := [saved.path for run, evaluations in self._runs.items() for saved in run.pending(evaluations)]:
+        if missing := [saved["path"] for run, evaluations in self._runs.items() for saved in run.pending(evaluations)]:
             rank_zero_warn(
                 f"metrics of {count_text(len(missing), 'checkpoint')} are not logged, since they are not evaluated: "
                 f"{list_some(missing)}. `shardckpt follow` evaluates them after the training, too"
@@ -100,3 +108,85 @@ class FollowedMetrics(Callback):
                 numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
                 for logger in trainer.loggers if numbers else ():
                     logger.log_metrics(numbers, step=one["step"])
+
+
+# ── prove-resume ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def proof_callbacks() -> list[Callback]:
+    """Return the callback of this process, which follows its first fit. An entry point gives it to every Trainer."""
+    callback = ProofCallback(**json.loads(os.environ[VARIABLE]))
+    intercept_fit(callback.begin)
+    return [callback]
+
+
+class ProofCallback(Callback):
+    """Saves the first fit in the middle and at the end, and ends the process there, as a kill would.
+
+    No hook runs after the end, so that the script writes nothing that an interrupted run would not have written. The
+    training is not changed.
+
+    Args:
+        folder: of the proof.
+        run: "straight", which saves ``middle.ckpt``, too, or "resumed", which begins there.
+        steps: batches after which the run ends, counted from the beginning of training.
+    """
+
+    def __init__(self, folder: str, run: str, steps: int) -> None:
+        self._folder, self._run, self._steps = folder, run, steps
+        self._trainer: pl.Trainer | None = None
+        self._batches = steps // 2 if run == "resumed" else 0
+
+    def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
+        """Prepare a fit, of which ``arguments`` take the checkpoint; all but the first are left alone."""
+        if self._trainer is not None or self not in trainer.callbacks:  # type: ignore[attr-defined]  # set later
+            return
+        self._trainer = trainer
+        if self._batches:
+            arguments["ckpt_path"] = f"{self._folder}/middle.ckpt"
+        files = f"{self._folder}/{self._run}/files"
+        set_default_root_dir(trainer, files)
+        trainer.loggers = [_StandInLogger(files) for _ in trainer.loggers]
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the last place, to save the effects of all others, and remove callbacks that save."""
+        if trainer is self._trainer and stage == "fit":
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+            others = [callback for callback in callbacks if not isinstance(callback, Checkpoint | ProofCallback)]
+            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer is not self._trainer:
+            return
+        self._batches += 1
+        if self._batches == self._steps // 2:
+            self._save(trainer, "middle")
+        if self._batches == self._steps:
+            if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # which ask any CheckpointIO
+                trainer.strategy.checkpoint_io = ShardCkptIO()  # so that values can be compared by name
+            self._save(trainer, self._run)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    def _save(self, trainer: pl.Trainer, name: str) -> None:
+        trainer.save_checkpoint(f"{self._folder}/{name}.ckpt")
+        io = trainer.strategy.checkpoint_io
+        io.wait() if isinstance(io, ShardCkptIO) else io.teardown()  # ends a thread that saves
+        trainer.strategy.barrier(name)
+
+
+class _StandInLogger(DummyLogger):
+    """Takes the place of a logger, with the directory for code that asks where to write; sends nothing anywhere."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._directory = directory
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._directory

@@ -13,6 +13,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from types import FrameType
@@ -174,44 +176,19 @@ def _version_text() -> str:
         return "lightning-shardckpt is not installed, so its version is not known"
 
 
-def _print(report: Any, options: Namespace, text: Callable[[], str]) -> None:
-    print(json.dumps(report, indent=2, ensure_ascii=False) if options.json else text())
+# ── tools: each is imported when it runs ──────────────────────────────────────────────────────────────────────────────
 
 
-# ── tools: each imports what it needs ─────────────────────────────────────────────────────────────────────────────
-
-
-def _inspect(options: Namespace) -> int:
-    from lightning_shardckpt.tools.inspect import inspect, render
-
-    report = inspect(options.path, options.tensors, storage_options=options.storage_options)
-    _print(report, options, lambda: render(report, options.tensors is not None))
-    return 0
-
-
-def _verify(options: Namespace) -> int:
-    from lightning_shardckpt.tools.verify import render, verify
-
-    report = verify(options.path, quick=options.quick, storage_options=options.storage_options)
-    _print(asdict(report), options, lambda: render(report, options.path, quick=options.quick))
-    return int(bool(report.findings))
-
-
-def _digest(options: Namespace) -> int:
-    from lightning_shardckpt.tools.digest import digest, render
-
-    about = {name: options[name] for name in ("tensors", "names", "storage_options")}
-    report = digest(options.path, **about)
-    _print(report, options, lambda: render(report, options.tensors is not None))
-    return 0
-
-
-def _diff(options: Namespace) -> int:
-    from lightning_shardckpt.tools.diff import diff, render
-
-    report = diff(options.a, options.b, tensors=options.tensors, storage_options=options.storage_options)
-    _print(report, options, lambda: render(report, options.tensors is not None))
-    return int(bool(report["tensors"]))
+def _report(tool: str, is_problem: Callable[[Any], bool], options: Namespace) -> int:
+    """Print the report of a tool, as text or as JSON; return 1 if it reports a problem."""
+    module, given = import_module(f"lightning_shardckpt.tools.{tool}"), dict(options.items())
+    as_json = given.pop("json")
+    report = getattr(module, tool)(**given)
+    if as_json:
+        print(json.dumps(report if isinstance(report, dict) else asdict(report), indent=2, ensure_ascii=False))
+    else:
+        print(module.render(report, given["tensors"] is not None) if isinstance(report, dict) else report)
+    return int(is_problem(report))
 
 
 def _map(options: Namespace) -> int:
@@ -238,12 +215,8 @@ def _merge(options: Namespace) -> int:
 
 
 def _prove_resume(options: Namespace) -> int:
-    from lightning_shardckpt.tools.prove_resume import prove_resume
-
-    resumed_args = shlex.split(options.resumed_args)
-    report = prove_resume(options.command, steps=options.steps, resumed_args=resumed_args, output=options.output)
-    _print(asdict(report), options, lambda: str(report))
-    return int(not report.equal)
+    options.resumed_args = shlex.split(options.resumed_args)
+    return _report("prove_resume", lambda report: not report.equal, options)
 
 
 def _follow(options: Namespace) -> int:
@@ -263,10 +236,10 @@ def _consolidate(options: Namespace) -> int:
 
 
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "digest": _digest,
-    "diff": _diff,
+    "inspect": partial(_report, "inspect", lambda report: False),
+    "verify": partial(_report, "verify", lambda report: bool(report.findings)),
+    "digest": partial(_report, "digest", lambda report: False),
+    "diff": partial(_report, "diff", lambda report: bool(report["tensors"])),
     "map": _map,
     "merge": _merge,
     "prove-resume": _prove_resume,

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,32 +26,32 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
-from lightning_shardckpt.checkpoint.describe import NestedObjects, checkpoint_of, run_info
+from lightning_shardckpt.checkpoint.describe import WRAPPED, NestedObjects, checkpoint_of, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
-from lightning_shardckpt.compat.lightning_fabric import (
+from lightning_shardckpt.compat.lightning_runs import (
     FabricScriptLauncher,
     disable_backward_guard,
+    gather_metrics_over,
+    is_in_backward,
     keep_samplers_of,
     optimizer_to_device,
 )
-from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, refuse_stored_metrics
+from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.world import raise_if_lost
-from lightning_shardckpt.parallel.first_values.one_rank import Build
+from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.optimizers import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, broadcast_statistics, share_optimizer_rng
+from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.tensors.values import reset_numbers
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
-from lightning_shardckpt.strategy.fabric_modules import BackwardSyncControl, SetUpModules, ShardedForward
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
-from lightning_shardckpt.strategy.user_steps import StepCall
+from lightning_shardckpt.strategy.steps import PipelinedSteps, StepCall, scaler_factor, unscale_shards
 from lightning_shardckpt.system.threads import drain_all
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
@@ -97,11 +98,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def _prepare(self) -> None:
         self._num_nodes = 1  # Fabric's connector overwrites it
-        self._sharded = SetUpModules()
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # whose backward has not run yet
-        self._build = Build()
-        self._agreement = BatchAgreement()
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
 
     # --- processes ---
@@ -160,7 +158,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._sharded.rebind(optimizer)
+        rebind_to(self._sharded, optimizer)
         if not self._recipe.fsdp.cpu_offload:
             optimizer_to_device(optimizer, self.root_device)
         return optimizer
@@ -183,15 +181,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         stepped, self._stepped = self._stepped, None
         if not self._is_alone and any(not sharded.gradients.is_blocked for sharded in self._sharded):
             self._agreement.should_stop(False, self.meshes, self.tuning)
-        with ExitStack() as stack:
-            for sharded in self._sharded if stepped is None else ():
-                stack.enter_context(sharded.gradients.backward())
+        with self._reducing(stepped):
             super().backward(tensor, module, *args, **kwargs)
-        if stepped is not None:
-            stepped.backward()
-        for sharded in self._sharded:
-            if not sharded.gradients.is_blocked:
-                broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
         raise_if_lost()  # the outputs of an aborted collective are invalid
 
     @override
@@ -223,7 +214,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """
         if self.topology.pipeline == 1:
             return step(batch)
-        sharded = self._sharded.resolve(module)
+        inside = self._sharded
+        if module is not None:
+            inside = [one.__dict__["sharded"] for one in module.children() if isinstance(one, ShardedForward)]
+        if len(inside) != 1:
+            count = len(self._sharded)
+            raise UnsupportedCodeError(
+                f"run_step must know which of the {count} modules runs: pass the result of fabric.setup as module="
+            )
+        sharded = inside[0]
         assert sharded.pipeline is not None
         pipeline, factor = sharded.pipeline, scaler_factor(self.precision) * scale
         steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor)
@@ -240,11 +239,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if call.train and output is not None:
             self._stepped = steps
         return output
-
-    def reshard(self) -> None:
-        """Free gathered parameters of modules that apply FSDP2 themselves. No communication."""
-        for sharded in self._sharded:
-            reshard(sharded.root)
 
     @override
     def clip_gradients_norm(
@@ -272,13 +266,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.precision.unscale_gradients(optimizer)
         clip_by_value(self.precision.main_params(optimizer), clip_val)
 
-    # --- other ranks ---
-
-    @override
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor, over the data-parallel group by default."""
-        return self._reduce(tensor, group, reduce_op)
-
     # --- checkpoints ---
 
     def wait(self) -> None:
@@ -302,25 +289,20 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def look() -> dict[str, Any]:
             objects = NestedObjects.of(state)
             check_loaded(objects.filled)
-            self._refuse_stored_metrics(objects)
+            self._refuse_stored_metrics(objects.root)
             return {"path": file_path(path), "order": objects.keys}
 
         first: dict[str, Any] = self._ranks.step("describing what to save", look, itemgetter(0))
         objects = NestedObjects.of(state, first["order"])
-        whole = self._sharded.whole_names(objects)
-        if not self._is_alone:
-            compare_ranks((one.root for one in self._sharded), self._ranks, self.meshes, parameters=False)
+        whole = whole_names(self._sharded, objects)
+        self._compare_ranks(parameters=False)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
 
         def collect() -> dict[str, Any]:
-            names = objects.parameter_names(self._sharded.find_modules(objects).root, whole)
+            names = objects.parameter_names(modules_of(self._sharded, objects).root, whole)
             return checkpoint_of(state, objects, names, filter)
 
         self.checkpoint_io.save(collect, first["path"], run_info(state, self._sizes_by_axis), storage_options)
-
-    def _refuse_stored_metrics(self, objects: NestedObjects) -> None:
-        if self.topology.data_parallel > 1:
-            refuse_stored_metrics(objects.root)
 
     @override
     def load_checkpoint(
@@ -342,8 +324,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         states = state if isinstance(state, dict) else {"state": state}
 
         def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
-            self._refuse_stored_metrics(objects)
-            return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
+            self._refuse_stored_metrics(objects.root)
+            return whole_names(self._sharded, objects), modules_of(self._sharded, objects).root
 
         nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
         remainder, result = nested.run(
@@ -355,3 +337,104 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for note in result.notes:
             rank_zero_warn(note)
         return remainder if isinstance(state, dict) else {}
+
+
+# ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_other_backward(root: weakref.ref[nn.Module], gradient: Tensor) -> None:
+    """Raise an UnsupportedCodeError in a backward that accumulates gradients outside of ``fabric.backward``."""
+    module = root()
+    if is_in_backward() or module is None:
+        return
+    if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
+        raise UnsupportedCodeError(
+            f"loss.backward() would not average the gradients of {type(module).__name__} over the ranks: call "
+            "fabric.backward(loss). torch.autograd.grad may be called anywhere, but under mixed precision."
+        )
+
+
+class ShardedForward(nn.Module):
+    """Runs the forward of a sharded module, inside FSDP's hooks.
+
+    Args:
+        sharded: the module.
+        running: returns the module whose pipeline is running a step.
+    """
+
+    def __init__(self, sharded: ShardedModule, running: Callable[[], ShardedModule | None]) -> None:
+        super().__init__()
+        self.__dict__["sharded"] = sharded  # not a submodule: Fabric has the module itself
+        self.__dict__[WRAPPED] = sharded.root
+        self._running = running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sharded: ShardedModule = self.__dict__["sharded"]
+        if sharded.pipeline is not None:
+            if self._running() is not sharded:
+                raise UnsupportedCodeError(
+                    f"{type(sharded.root).__name__} is a pipeline, of which this rank has a part: call it in a "
+                    "function of the batch, by fabric.strategy.run_step(function, batch)"
+                )
+            return sharded.root(*args, **kwargs)
+        output = sharded.run(partial(sharded.root, *args, **kwargs))
+        if not torch.is_grad_enabled():  # no backward will follow
+            reshard(sharded.root)
+
+        refuse = partial(_refuse_other_backward, weakref.ref(sharded.root))
+
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+            return tensor
+
+        apply_to_collection(output, Tensor, watch)  # as Fabric does
+        return output
+
+
+class BackwardSyncControl:
+    """Implements ``fabric.no_backward_sync``; the only method that Fabric calls."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a context in which gradients of replicated parameters are not reduced, if ``enabled``."""
+        sharded: ShardedModule = module.__dict__["sharded"]  # of a ShardedForward
+        return sharded.gradients.no_sync() if enabled else nullcontext()
+
+
+# ── the modules that were set up, in this order ───────────────────────────────────────────────────────────────────────
+
+
+def modules_of(every: list[ShardedModule], objects: NestedObjects) -> NestedObjects:
+    """Return the modules with the parameters of a state's optimizers; the names of several start with numbers."""
+    ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
+    roots = [one.root for one in every if any(id(p) in ids for p in one.root.parameters())]
+    return NestedObjects({(number,): root for number, root in enumerate(roots)})
+
+
+def rebind_to(every: list[ShardedModule], optimizer: Optimizer) -> None:
+    """Replace the parameters in an optimizer by the parameters of the sharded modules.
+
+    Raises:
+        UnsupportedCodeError: if no module was set up yet, or a parameter belongs to none of them.
+    """
+    if not every:
+        raise UnsupportedCodeError(
+            f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
+            "fabric.setup_module(model) first"
+        )
+    replaced = {old: new for sharded in every for old, new in sharded.replaced.items()}
+    elsewhere = {old: new for sharded in every for old, new in sharded.elsewhere.items()}
+    rebind_optimizer(optimizer, replace(every[0], replaced=replaced, elsewhere=elsewhere))
+
+
+def whole_names(every: list[ShardedModule], objects: NestedObjects) -> WholeNames:
+    """Return the names of a state's modules; of a pipeline stage, which has a part, those of the whole module."""
+    objects = objects if objects.modules else modules_of(every, objects)
+    by_root = {id(sharded.root): sharded for sharded in every}
+    names, ties = set[str](), list[tuple[str, ...]]()
+    for path, prefix in objects.prefixes.items():
+        sharded = by_root.get(id(objects.modules[path]))
+        own = objects.modules[path].state_dict() if sharded is None else sharded.state_names
+        names |= {prefix + name for name in own}
+        ties += [tuple(prefix + name for name in tie) for tie in (() if sharded is None else sharded.state_ties)]
+    return WholeNames(frozenset(names), tuple(ties))

@@ -16,7 +16,7 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint import is_torch_file, load_full
 from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
-from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_module
+from lightning_shardckpt.compat.lightning_runs import Loadable, construct_module
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import FROZEN

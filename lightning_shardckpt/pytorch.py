@@ -25,18 +25,11 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
-from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device
-from lightning_shardckpt.compat.lightning_loops import (
-    batches_begun,
-    batches_of_evaluation,
-    is_accumulating,
-    is_stream_at_end,
-)
-from lightning_shardckpt.compat.lightning_trainer import (
+from lightning_shardckpt.compat.lightning_loops import batches_begun, is_accumulating
+from lightning_shardckpt.compat.lightning_runs import (
     gather_metrics_over,
     keep_order_of_training,
-    refuse_averaging_of_modules,
-    refuse_stored_metrics,
+    optimizer_to_device,
     set_device,
     set_device_mesh,
     syncs_batch_norms,
@@ -44,38 +37,35 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
-from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
-from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
-from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.sharding.shared_values import (
     broadcast_rng,
-    broadcast_statistics,
     share_optimizer_rng,
     synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
 from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, StepChecks, compare_epoch_ends
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     PipelinedSteps,
-    TensorGroupChecks,
+    StepContext,
     clip_shards,
+    refuse_unpipelined,
     scaler_factor,
     unscale_shards,
     with_mean_loss,
 )
-from lightning_shardckpt.strategy.user_steps import StepContext, lightning_step
 from lightning_shardckpt.system.host import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
@@ -98,10 +88,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.
-
-    The tests run on CPU with gloo, and on a simulated device with NCCL's rules; one GPU was run, which several ranks
-    shared; see "Limitations" in the documentation. Multi-node runs were tested on two hosts that one machine simulates
-    in network namespaces over one directory, with one and two processes each; see "Clusters" in the documentation.
+    "Limitations" in the documentation lists what was tested on which devices.
     """
 
     is_distributed = True  # Lightning recognizes its own strategies by class; others need this to get a sampler
@@ -109,13 +96,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def _prepare(self) -> None:
         self.num_nodes = 1  # the Trainer's connector overwrites it
-        self._own_sharded: ShardedModule | None = None  # of the connected module
         self._pipelined: PipelinedSteps | None = None
-        self._checks: TensorGroupChecks | None = None
+        self._checks: StepChecks  # from setup on
         self._failed = False  # in any run
-        self._build = Build()
         self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
-        self._agreement = BatchAgreement()  # of the current run
         self._run: RunCheckpoints | None = None
 
     # --- the sharded module ---
@@ -129,23 +113,19 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     def sharded(self) -> ShardedModule:
         """The sharded LightningModule."""
-        if self._own_sharded is None:
+        if not self._sharded:
             raise RuntimeError("the module is sharded in strategy.setup, which has not run for this LightningModule")
-        return self._own_sharded
+        return self._sharded[0]
 
     def _find_sharded(self) -> ShardedModule | None:
-        """Return the sharded module of this or another Trainer; None without one, or if it is outdated.
-
-        Raises:
-            TopologyError: if the module was sharded for another topology.
-        """
+        """Return the sharded module of this or another Trainer of this topology; None if there is none, or outdated."""
         sharded: ShardedModule | None = getattr(self._module, _SHARDED, None)
         if sharded is None or not sharded.holds(self._module):
             return None
-        if sharded.meshes.topology != self.topology:
+        if (found := sharded.meshes.topology) != self.topology:
             raise TopologyError(
-                f"this LightningModule is already sharded as {sharded.meshes.topology}, the strategy asks for "
-                f"{self.topology}. Use the same sizes, or a new module."
+                f"this LightningModule is already sharded as {found}, the strategy asks for {self.topology}. Use the "
+                "same sizes, or a new module."
             )
         return sharded
 
@@ -161,7 +141,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        self._own_sharded = self._pipelined = None
+        self._sharded, self._pipelined = [], None
 
     @override
     def _configure_launcher(self) -> None:
@@ -224,21 +204,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.accelerator.setup(trainer)
         self._undo_setup.close()  # of a setup that had no teardown
         self._undo_setup.callback(keep_order_of_training(trainer))
-        if fitting and self.topology.pipeline > 1:
-            refuse_averaging_of_modules(trainer)
-        if self.topology.data_parallel > 1:
-            refuse_stored_metrics(self._module)
+        self._refuse_stored_metrics(self._module)
         reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
-        sharded = self._own_sharded = self._find_sharded() or self._shard()
-        self._checks, self._pipelined = TensorGroupChecks(self.meshes, of_steps=sharded.pipeline is None), None
+        sharded = self._find_sharded() or self._shard()
+        self._sharded, self._pipelined = [sharded], None
+        self._checks = StepChecks(trainer, self.meshes, of_steps=sharded.pipeline is None)
         if sharded.pipeline is not None:
-            if not self._module.automatic_optimization:
-                raise UnsupportedCodeError(
-                    f"{type(self._module).__name__} optimizes manually (automatic_optimization = False), which cannot "
-                    "be pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
-                )
             self._pipelined = PipelinedSteps(self._module, sharded.pipeline, self.root_device, self._loss_scale)
         self.model = self._module
         if self.topology.world_size > 1:
@@ -249,7 +222,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if fitting:
             self._agreement = BatchAgreement()
             self.setup_optimizers(trainer)
+        if sharded.pipeline is not None:
+            refuse_unpipelined(trainer)
         self.setup_precision_plugin()
+        self._undo_setup.callback(clip_shards(self.precision_plugin, self.root_device, sharded.ranks_of))
+        self._undo_setup.callback(unscale_shards(self.precision_plugin, self.root_device))
         if fitting and not self._recipe.fsdp.cpu_offload:
             for optimizer in self.optimizers:
                 optimizer_to_device(optimizer, self.root_device)
@@ -276,11 +253,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             is_last=self._checkpoints.path_to_resume is None,
         )
         object.__setattr__(self._module, _SHARDED, sharded)  # no submodule
-        for size, group in (
-            (self.topology.tensor, self.meshes.tensor_group),
-            (self.topology.pipeline, self.meshes.pipeline_group),
-        ):
-            if size > 1:
+        for group in (self.meshes.tensor_group, self.meshes.pipeline_group):
+            if group.size() > 1:
                 broadcast_rng(group)
         return sharded
 
@@ -301,18 +275,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and self.sharded.pipeline is not None:
-                raise UnsupportedCodeError(
-                    "LBFGS updates all parameters as one, and a pipeline stage has only some of them. Use an optimizer "
-                    "that treats each parameter by itself, or pipeline_parallel_size=1."
-                )
             rebind_optimizer(optimizer, self.sharded)  # LightningCLI builds them before the module is sharded
-
-    @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        self._undo_setup.callback(clip_shards(self.precision_plugin, self.root_device, self.sharded.ranks_of))
-        self._undo_setup.callback(unscale_shards(self.precision_plugin, self.root_device))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -328,22 +291,16 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if is_told if self._is_alone else self._agreement.should_stop(is_told, self.meshes, self.tuning):
             self._checkpoints.stop_training()
 
-    def _compare_ranks(self, *, parameters: bool) -> None:
-        """Check that ranks have not diverged. Collective: every rank of the world must call it."""
-        if not self._is_alone:
-            compare_ranks([self._module], self._ranks, self.meshes, parameters=parameters)
-            self._step_checks.check_draws()
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.stop_position.reset()
         note_batch(*batches_begun(self._trainer))
         self._check_preemption()
-        self._step_checks.begin_batch(batch, batch_idx)
+        self._checks.begin_batch(batch, batch_idx)
 
     @override
     def training_step(self, *args: Any) -> STEP_OUTPUT:
-        with self._step_checks.drawing():
+        with self._checks.drawing():
             return self._run_step("training_step", self.precision_plugin.train_step_context, *args)  # type: ignore[no-any-return]
 
     @override
@@ -359,10 +316,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args)
 
     def _evaluate(self, name: str, context: StepContext, *args: Any) -> Any:
-        self._check_end()
+        if not self._is_alone:
+            self._checks.check_end()
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_preemption()  # a validation may be longer than the time that is left
-        self._step_checks.check_evaluation(args)
+        self._checks.check_evaluation(args)
         output = self._run_step(name, context, *args)
         self.reshard()
         return output
@@ -370,55 +328,18 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _run_step(self, name: str, context: StepContext, *args: Any) -> Any:
         """Run a step inside ``context``. Collective in a pipeline: every rank of the world must call it."""
         if self._pipelined is not None:
-            assert self.sharded.pipeline is not None
-            return self._pipelined.run(lightning_step(self._module, self.sharded.pipeline, name, context, *args))
+            return self._pipelined.run_method(self._module, name, context, *args)
         with context():
             return self.sharded.run(partial(getattr(self._module, name), *args))
-
-    @property
-    def _step_checks(self) -> TensorGroupChecks:
-        assert self._checks is not None, "setup has not run"
-        return self._checks
-
-    def _check_end(self) -> None:
-        """Compare whether loaders without a length end with this batch, on ranks that step together.
-
-        Collective: every rank of the world must call it.
-        """
-        is_last, group = is_stream_at_end(self._trainer), self._stepping_together
-        if is_last is not None and group is not None:
-            check_ends(is_last, group)
-
-    @property
-    def _stepping_together(self) -> dist.ProcessGroup | None:
-        """The ranks that must run as many steps of an evaluation; None if each may run its own number.
-
-        Ranks of one shard group gather parameters together; pipelines agree on the number of microbatches; in a
-        validation during fit all ranks agree whether to stop.
-        """
-        if self._is_alone:
-            return None
-        if self._trainer.state.fn == TrainerFn.FITTING or self.topology.pipeline > 1:
-            return self.meshes.data_parallel_group
-        return self.meshes.root.get_group("shard") if self.topology.shard > 1 else None
-
-    def reshard(self) -> None:
-        """Free parameters that FSDP2 has gathered, if the module applied it by itself. No communication."""
-        if self._own_sharded is not None:
-            reshard(self._own_sharded.root)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward. Gradients are reduced before the on_after_backward hooks run."""
-        plugin, module, gradients = self.precision_plugin, self._module, self.sharded.gradients
-        self._step_checks.check_loss(closure_loss)
+        plugin, module = self.precision_plugin, self._module
+        self._checks.check_loss(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        with gradients.backward() if self._pipelined is None else nullcontext():
+        with self._reducing(self._pipelined):
             plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if self._pipelined is not None:
-            self._pipelined.backward()
-        if not gradients.is_blocked:
-            broadcast_statistics(module, self.meshes.data_parallel_group)  # autograd needed them until now
         return plugin.post_backward(loss, module)
 
     @contextmanager
@@ -440,16 +361,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     @override
     def _is_alone(self) -> bool:
-        """True also while hooks run after an exception, if the other ranks may not be running them.
-
-        Collectives in such hooks then use only this rank's values, since the other ranks may still be training.
-        """
+        """True also while hooks run after an exception, if the other ranks may still be training."""
         return super()._is_alone or (self._run is not None and self._run.answers_alone)
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        """Reduce over the data-parallel group by default, since the ranks of a tensor group have equal values."""
-        return self._reduce(tensor, group, reduce_op)
 
     # --- the end ---
 
@@ -457,8 +370,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         forget_meshes()
-        if self._own_sharded is not None:
-            self._own_sharded.gradients.reset()
+        for sharded in self._sharded:
+            sharded.gradients.reset()
         if self._pipelined is not None:
             self._pipelined.reset()
         if self._run is not None:
@@ -523,10 +436,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load tensors that load_checkpoint could not fill in place, or that hooks have changed since.
-
-        Collective: every rank must call it.
-        """
+        """Load what hooks have changed, or could not be filled in place. Collective: every rank must call it."""
         self._checkpoints.finish_load(self._module, checkpoint["state_dict"])
 
     @override
@@ -536,6 +446,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Write this rank's slices. Collective: every rank must call it, with the same path."""
         if not self._trainer.interrupted:
             self._compare_ranks(parameters=False)  # the save compares them
+            self._checks.check_draws()
         self._checkpoints.save(self._attached_io(), checkpoint, filepath, storage_options)
 
     @override
@@ -549,11 +460,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_validation_start(self) -> None:
         check_loaded([self._module])
-        self._step_checks.begin_evaluation()
         self._checkpoints.start_validation()
-        if (group := self._stepping_together) is not None:
-            check_lengths(batches_of_evaluation(self._trainer), group)
-            self._check_end()  # there may be no batch
+        self._checks.begin_evaluation(alone=self._is_alone)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -568,6 +476,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_end(self) -> None:
         self._compare_ranks(parameters=True)
+        self._checks.check_draws()
         if is_accumulating(self._trainer):  # it ended before the last of the accumulated batches
             self.sharded.gradients.finish_passes()
 

@@ -13,13 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_shardckpt.checkpoint.save_agreement import Digests, combine_digests, digest_replicas, find_differences
-from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
+from lightning_shardckpt.compat.lightning_loops import (
+    batches_begun,
+    batches_of_evaluation,
+    is_stream_at_end,
+    watch_epoch_ends,
+)
 from lightning_shardckpt.compat.torch_modules import (
     NormWithStatistics,
     buffer_slots,
@@ -30,9 +39,17 @@ from lightning_shardckpt.distributed.host_numbers import any_rank, gather_number
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.consistency import (
+    check_batch,
+    check_draws,
+    check_ends,
+    check_lengths,
+    check_loss,
+)
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
 from lightning_shardckpt.system.host import Tuning
+from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
 from lightning_shardckpt.system.text import list_some
 
 
@@ -47,12 +64,8 @@ class BatchAgreement:
     def should_stop(self, is_told: bool, meshes: Meshes, tuning: Tuning) -> bool:
         """Return True if the ranks agree before this batch, and one of them was told to stop.
 
-        Collective: every rank of the world must call it.
-
-        Args:
-            is_told: True if this rank was told to stop; it must be passed until the result is True.
-            meshes: the meshes of the strategy.
-            tuning: bounds the time between agreements.
+        Collective: every rank of the world must call it. ``is_told`` must be passed until the result is True, and
+        ``tuning`` bounds the time between agreements.
 
         Raises:
             UnsupportedCodeError: if ranks wrote different numbers into sharded tensors.
@@ -77,13 +90,8 @@ class BatchAgreement:
 def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *, parameters: bool) -> None:
     """Compare the numbers that ranks wrote into sharded tensors, and the replicated values of modules.
 
-    Collective: every rank of the world must call it. The error names a rank that doesn't.
-
-    Args:
-        modules: the sharded modules.
-        ranks: of the world.
-        meshes: the meshes of the strategy.
-        parameters: compare parameters, too; a save does so anyway.
+    Collective: every rank of the world must call it. The error names a rank that doesn't. A save compares
+    ``parameters`` anyway.
 
     Raises:
         UnsupportedCodeError: naming the values that differ, on every rank.
@@ -129,6 +137,92 @@ def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Ten
                 continue
             if value.layout == torch.strided and value.numel():
                 yield f"{prefix}.{name}" if prefix else name, value
+
+
+class StepChecks:
+    """Compares what ranks must have in common in the steps of a Trainer.
+
+    The ranks of a tensor group: the batches, the losses and the random numbers that steps draw, in the first step of
+    each epoch, and the first batch of each loader of an evaluation. Ranks that must step together: the number of
+    batches of an evaluation. All methods are collective: every rank of the world must call them.
+
+    Args:
+        trainer: of the run.
+        meshes: of the strategy that runs the steps.
+        of_steps: False in a pipeline, whose steps are compared by the pipeline itself.
+    """
+
+    def __init__(self, trainer: pl.Trainer, meshes: Meshes, *, of_steps: bool) -> None:
+        self._trainer, self._meshes = trainer, meshes
+        self._group = meshes.tensor_group if meshes.topology.tensor > 1 else None
+        self._of_steps = self._group if of_steps else None
+        self._checks_loss = True  # of the first backward of an epoch
+        self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
+        self._draws = 0  # a checksum of the random states with which steps began to draw
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Compare the first batch of an epoch. Call it before each training batch."""
+        if batch_idx == 0:
+            self._checks_loss = True
+            if self._group is not None:
+                check_batch(batch, self._group)
+                self.check_draws()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Record which random numbers are drawn inside, in a training step."""
+        if self._of_steps is None:
+            yield
+            return
+        before = get_rng_state(every_device=False)
+        yield
+        if drawn := differing_generators(before, get_rng_state(every_device=False)):
+            self._draws = checksum_of_states(drawn, self._draws)
+
+    def check_draws(self) -> None:
+        """Compare which random numbers were drawn."""
+        if self._of_steps is not None:
+            check_draws(self._draws, self._of_steps)
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Compare the first loss of an epoch; raises an UnsupportedCodeError if they differ."""
+        if self._checks_loss and self._of_steps is not None:
+            check_loss(loss, self._of_steps)
+        self._checks_loss = False
+
+    # --- evaluations ---
+
+    def begin_evaluation(self, *, alone: bool) -> None:
+        """Compare the numbers of batches, unless collectives involve this rank ``alone``."""
+        self._compared.clear()
+        if not alone and (group := self._stepping_together) is not None:
+            check_lengths(batches_of_evaluation(self._trainer), group)
+            self.check_end()  # there may be no batch
+
+    def check_end(self) -> None:
+        """Compare whether loaders without a length end with this batch, on ranks that step together."""
+        is_last, group = is_stream_at_end(self._trainer), self._stepping_together
+        if is_last is not None and group is not None:
+            check_ends(is_last, group)
+
+    def check_evaluation(self, args: tuple[Any, ...]) -> None:
+        """Compare the first batch of a loader of an evaluation, given the arguments of the step."""
+        loader = args[2:]  # its number, if there are several
+        if self._of_steps is not None and loader not in self._compared:
+            self._compared.add(loader)
+            # other data-parallel ranks may have no batch of this loader
+            check_batch(args, self._of_steps, of_all_groups=False)
+
+    @property
+    def _stepping_together(self) -> dist.ProcessGroup | None:
+        """The ranks that must run as many steps of an evaluation; None if each may run its own number.
+
+        Ranks of one shard group gather parameters together; pipelines agree on the number of microbatches; in a
+        validation during fit all ranks agree whether to stop.
+        """
+        if self._trainer.state.fn == TrainerFn.FITTING or self._meshes.topology.pipeline > 1:
+            return self._meshes.data_parallel_group
+        return self._meshes.root.get_group("shard") if self._meshes.topology.shard > 1 else None
 
 
 # ── ends of epochs ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_trainer import ScriptLauncher, intercept_ckpt_path
+from lightning_shardckpt.compat.lightning_runs import ScriptLauncher, intercept_ckpt_path
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url

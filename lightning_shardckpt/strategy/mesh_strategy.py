@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -28,7 +29,7 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
-from lightning_shardckpt.compat.lightning_fabric import init_process_group
+from lightning_shardckpt.compat.lightning_runs import init_process_group, refuse_stored_metrics
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import watch_world
@@ -36,14 +37,15 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
-from lightning_shardckpt.parallel.sharding.fsdp import FSDP
+from lightning_shardckpt.parallel.sharding.fsdp import FSDP, reshard
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, share_rng
+from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics, share_rng
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
 from lightning_shardckpt.strategy.pretrained import Pretrained, find_pretrained, load_pretrained
-from lightning_shardckpt.strategy.steps import autocast_dtype
+from lightning_shardckpt.strategy.steps import PipelinedSteps, autocast_dtype
 from lightning_shardckpt.system.host import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
@@ -144,11 +146,13 @@ class MeshStrategy:
         self._meshes: Meshes | None = None
         self._group: ref[dist.ProcessGroup] | None = None
         self._ranks = Ranks.alone()
+        self._sharded = list[ShardedModule]()  # the modules, in the order in which they were set up
+        self._build, self._agreement = Build(), BatchAgreement()
         self._prepare()
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Set the initial state of the strategy; called once, at the end of ``__init__``."""
+        """Set the rest of the initial state; called once, at the end of ``__init__``."""
 
     # --- properties ---
 
@@ -303,17 +307,47 @@ class MeshStrategy:
             load_pretrained(pretrained, module, whole, adapters, **opening)
         return sharded
 
+    def reshard(self) -> None:
+        """Free gathered parameters of modules that apply FSDP2 themselves. No communication."""
+        for sharded in self._sharded:
+            reshard(sharded.root)
+
+    # --- steps ---
+
+    @contextmanager
+    def _reducing(self, pipelined: PipelinedSteps | None) -> Iterator[None]:
+        """Run a backward inside; after it, gradients and statistics of norms are those of all ranks.
+
+        Collective: every rank of the world must call it.
+
+        Args:
+            pipelined: the steps of a pipeline, whose own backward follows.
+        """
+        with ExitStack() as stack:
+            for sharded in self._sharded if pipelined is None else ():
+                stack.enter_context(sharded.gradients.backward())
+            yield
+        if pipelined is not None:
+            pipelined.backward()
+        for sharded in self._sharded:
+            if not sharded.gradients.is_blocked:  # autograd needed the statistics until now
+                broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
+
+    def _refuse_stored_metrics(self, module: nn.Module) -> None:
+        if self.topology.data_parallel > 1:
+            refuse_stored_metrics(module)
+
+    def _compare_ranks(self, *, parameters: bool) -> None:
+        """Check that ranks have not diverged. Collective: every rank of the world must call it."""
+        if not self._is_alone:
+            compare_ranks([one.root for one in self._sharded], self._ranks, self.meshes, parameters=parameters)
+
     # --- collectives ---
 
     @property
     def _is_alone(self) -> bool:
         """True if collectives involve only this rank."""
-        return self._is_single_process or not (dist.is_available() and dist.is_initialized())
-
-    @property
-    def _is_single_process(self) -> bool:
-        """True if the process group has one process."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
+        return not dist.is_initialized() or dist.get_world_size() == 1
 
     def _data_parallel(self, group: Any) -> Any:
         """Return the data-parallel group for None and for WORLD, Lightning's default: other ranks have equal values."""
@@ -321,18 +355,23 @@ class MeshStrategy:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data-parallel group by default. The result has a dim of ranks, also for a single process."""
-        if self._is_alone and not self._is_single_process:
+        if self._is_alone and not (dist.is_initialized() and dist.get_world_size() == 1):
             return tensor
         return all_gather_tensors(tensor, self._data_parallel(group), sync_grads=sync_grads)
 
-    def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Reduce a tensor over the data-parallel group by default; return other values as they are."""
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the data-parallel group by default, since the ranks of a tensor group have equal values.
+
+        Other values are returned as they are.
+        """
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         ranks = self._data_parallel(group)
         return tensor if ranks.size() == 1 else reduce_tensor(tensor, ranks, reduce_op)
+
+    reduce = all_reduce  # its name in the Trainer
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._is_alone:

@@ -39,7 +39,7 @@ from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_last_batch, skip_sigterm_broadcast
-from lightning_shardckpt.compat.lightning_trainer import receive_sigterm, restore_modules_and_callbacks
+from lightning_shardckpt.compat.lightning_runs import receive_sigterm, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.sources.key_mapping import map_names

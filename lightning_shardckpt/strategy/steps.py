@@ -1,32 +1,268 @@
 """Steps, backward passes and optimizer steps of a sharded module, whole or in pipeline stages.
 
-In a pipeline every rank gets the output, the logged values and the side effects of the last stage, so modules,
-callbacks and scripts see the same as on one process. Lightning's plugins and loops are passed as contexts. Its
-precision plugins, which see the gradients of one rank, unscale and clip by the gradients of all ranks.
+A step is a method of a LightningModule or a function of a script. In a pipeline every rank gets the output, the logged
+values and the side effects of the last stage, so modules, callbacks and scripts see the same as on one process.
+Lightning's plugins and loops are passed as contexts. Its precision plugins, which see the gradients of one rank,
+unscale and clip by the gradients of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_shardckpt.compat.torch_modules import override_methods
+from lightning_shardckpt.compat.torch_tensors import tree_map
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import user_code
+from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
+from lightning_shardckpt.parallel.pipeline.placeholder import first_placeholder, leak_error
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
+from lightning_shardckpt.parallel.pipeline.side_effects import Change, ChangeRecorder, ModuleSnapshot, apply_changes
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
-from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_draws, check_loss
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
-from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.strategy.user_steps import StepCall
-from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
+
+StepContext = Callable[[], AbstractContextManager[Any]]
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _LogCall:
+    """One call of ``LightningModule.log``; ``metric`` is the name of a logged Metric object."""
+
+    name: str
+    value: Any
+    metric: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The output and the effects of a step on the last stage, which all ranks must know.
+
+    Attributes:
+        output: of the step.
+        changes: of modules outside of layers.
+        logged: for each run that counts, its share of the samples and its calls of ``log``.
+        should_stop: whether the step has asked the Trainer to stop.
+        groups: the numbers in param groups.
+    """
+
+    output: Any
+    changes: list[Change]
+    logged: list[tuple[float, list[_LogCall]]]
+    should_stop: bool
+    groups: list[dict[str, Any]]
+
+
+class StepCall:
+    """One call of a user's step, as a `UserStep` of the pipeline.
+
+    Args:
+        name: of the step, for messages.
+        step: runs it on a batch, or a part of ``batch``.
+        pipeline: the stages over which it runs.
+        batch: the whole batch.
+        train: True if a backward follows.
+        module: the LightningModule, for a step of one.
+        context: of each run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[Any], Any],
+        pipeline: PipelineRunner,
+        batch: Any,
+        *,
+        train: bool,
+        module: pl.LightningModule | None = None,
+        context: StepContext = nullcontext,
+    ) -> None:
+        self.name, self.batch, self.train = name, batch, train
+        self._step, self._module, self._context, self._modules = step, module, context, pipeline.common
+        self._changes = ChangeRecorder(self._modules) if pipeline.has_last_stage else None
+        self._snapshot: ModuleSnapshot | None = None  # for the next early runs
+        self._logged: list[tuple[float, list[_LogCall]]] = []
+
+    # --- for the pipeline ---
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        """Run the step on a part of the batch; undo the effects on modules of a run without a ``share``."""
+        self._snapshot = None if share is not None else self._snapshot or ModuleSnapshot(self._modules.values())
+        try:
+            with self._recording(share), self._context():
+                return self._step(batch)
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.restore()
+
+    def loss(self, output: Any) -> Tensor | None:
+        """Return the loss in an output of the step.
+
+        Raises:
+            UnsupportedCodeError: if it is no tensor.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            return None
+        if not isinstance(loss, Tensor):
+            raise UnsupportedCodeError(
+                f"{self.name} must return a loss tensor, None or a dict with a loss, got {loss!r}"
+            )
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
+        """Return the effects of the step on the last stage."""
+        output = _encode(f"the result of {self.name}", self._merge_outputs(outputs))
+        groups = [{k: v for k, v in g.items() if isinstance(v, int | float | tuple)} for g in self._param_groups()]
+        should_stop = self._module is not None and self._module.trainer.should_stop
+        assert self._changes is not None  # of the last stage
+        return StepReport(output, self._changes.changes(), self._logged, should_stop, groups)
+
+    def apply_report(self, report: StepReport, device: torch.device, *, is_source: bool) -> Any:
+        """Repeat the effects of the last stage on this rank, log its values, and return its output."""
+        if not is_source:
+            apply_changes(self._modules, report.changes, device)
+            for group, numbers in zip(self._param_groups(), report.groups, strict=False):
+                group.update(numbers)
+        if self._module is not None:
+            self._module.trainer.should_stop = report.should_stop
+            self._log(self._module, report)
+        return from_portable(report.output, device)
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        if self._module is None or self._module.trainer.state.fn != TrainerFn.FITTING:
+            return []
+        return [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+
+    # --- logged values ---
+
+    @contextmanager
+    def _recording(self, share: float | None) -> Iterator[None]:
+        """Record calls of the module's ``log`` instead of executing them, or discard them if ``share`` is None."""
+        if self._module is None:
+            yield
+            return
+        module, calls = self._module, list[_LogCall]()
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if share is None:
+                return
+            kwargs.pop("metric_attribute", None)
+            on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)  # after prog_bar and logger
+            if isinstance(value, Metric) and share < 1 and (self.train if on_step is None else on_step):
+                raise UnsupportedCodeError(
+                    f"{self.name} logs the metric object {name!r} for each step, but with the losses of microbatches "
+                    "it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
+                    'Pipeline(loss="batch").'
+                )
+            metric = {one: n for n, one in module.named_modules()}[value] if isinstance(value, Metric) else None
+            encoded = _encode(f"the value logged as {name!r}", None if metric else value)
+            calls.append(_LogCall(name, encoded, metric, args, kwargs))
+
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
+        if share is not None:
+            self._logged.append((share, calls))
+
+    def _log(self, module: pl.LightningModule, report: StepReport) -> None:
+        """Log the values of a step, each merged from those of the runs."""
+        shares = [share for share, _ in report.logged]
+        for calls in zip(*(calls for _, calls in report.logged), strict=True):
+            first = calls[0]
+            sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
+            size = {"batch_size": sum(sizes)} if sizes else {}
+            if first.metric is not None:
+                value: Any = module.get_submodule(first.metric)
+            else:
+                values = [from_portable(call.value, _HOST) for call in calls]
+                value = values[0] if len(values) == 1 else _merge_logged(first, values, sizes or shares)
+            with self._context():  # it may set the dtype in which numbers become tensors
+                module.log(first.name, value, *first.args, **{**first.kwargs, **size})
+
+    # --- values of microbatches ---
+
+    def _merge_outputs(self, outputs: list[tuple[Any, float]]) -> Any:
+        """Return the output for the batch from the outputs for microbatches: losses and other floats are averaged."""
+        first, shares = outputs[0][0], [share for _, share in outputs]
+        if len(outputs) == 1:
+            return first
+        if not isinstance(first, Mapping):
+            losses = [self.loss(output) for output, _ in outputs]
+            return self._merge("the loss", losses, shares)
+        return {key: self._merge(repr(key), [output[key] for output, _ in outputs], shares) for key in first}
+
+    def _merge(self, name: str, values: list[Any], shares: list[float]) -> Any:
+        tensors = [_detach(value) for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(values) and all(tensor.ndim for tensor in tensors):
+            return torch.cat(tensors)
+        if len(tensors) == len(values) and all(tensor.is_floating_point() for tensor in tensors):
+            return sum(tensor * share for tensor, share in zip(tensors, shares, strict=True))
+        if not tensors and all(value == values[0] for value in values):
+            return values[0]
+        raise UnsupportedCodeError(
+            f"{self.name} returns {name} for each microbatch, and {values} cannot be made one value for the batch. "
+            'Return tensors with a dim of samples or single floats, or use Pipeline(loss="batch").'
+        )
+
+
+def _merge_logged(call: _LogCall, values: list[Any], weights: list[float]) -> Tensor:
+    """Return the value of a batch from those of microbatches, by ``reduce_fx`` of the call.
+
+    Raises:
+        UnsupportedCodeError: for a function that can't join them.
+    """
+    stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
+    reduce = call.kwargs.get("reduce_fx", "mean")
+    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
+    if name == "mean":
+        factors = torch.tensor(weights, dtype=torch.float64)
+        result = (stacked * factors).sum() / factors.sum()
+    elif name in ("sum", "max", "min"):
+        result = stacked.sum() if name == "sum" else getattr(stacked, f"a{name}")()
+    else:
+        raise UnsupportedCodeError(
+            f"{call.name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
+            'mean, sum, max or min, or Pipeline(loss="batch")'
+        )
+    is_float = isinstance(values[0], Tensor) and values[0].is_floating_point()
+    return result.to(values[0].dtype if is_float else torch.float32)
+
+
+def _detach(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def _encode(name: str, value: Any) -> Any:
+    """Return a value to be sent to other ranks; `from_portable` reverts it.
+
+    Raises:
+        UnsupportedCodeError: naming the value by ``name``, if it depends on modules of other stages.
+    """
+    placeholder = first_placeholder(value)
+    if placeholder is not None:
+        raise leak_error(name, placeholder)
+    return to_portable(tree_map(_detach, value))
 
 
 class PipelinedSteps:
@@ -46,6 +282,26 @@ class PipelinedSteps:
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._assumed_scale = 1.0
         self._received_scales: list[Tensor] = []
+
+    def run_method(
+        self, module: pl.LightningModule, name: str, context: StepContext, batch: Any, *args: Any
+    ) -> Any:
+        """Run a step method of a LightningModule, each time in ``context``; see `run`.
+
+        Raises:
+            UnsupportedCodeError: for a step that takes an iterator of batches.
+        """
+        if isinstance(batch, Iterator):
+            raise UnsupportedCodeError(
+                f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
+                "must take the batch itself: use the arguments (batch, batch_idx)."
+            )
+
+        def step(part: Any) -> Any:
+            return getattr(module, name)(part, *args)
+
+        train = name == "training_step"
+        return self.run(StepCall(name, step, self._pipeline, batch, train=train, module=module, context=context))
 
     def run(self, step: StepCall) -> Any:
         """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output.
@@ -120,76 +376,13 @@ class PipelinedSteps:
         return leaf * 1  # users may change it in place
 
 
-class TensorGroupChecks:
-    """Compares what the ranks of a tensor group must have in common in the steps of a Trainer; nothing without one.
-
-    The batches, the losses and the random numbers that steps draw: the first of each epoch, and of each loader of an
-    evaluation. All methods are collective: every rank of the world must call them.
-
-    Args:
-        meshes: of the strategy that runs the steps.
-        of_steps: False in a pipeline, whose steps are compared by the pipeline itself.
-    """
-
-    def __init__(self, meshes: Meshes, *, of_steps: bool) -> None:
-        self._group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._of_steps = self._group if of_steps else None
-        self._checks_loss = True  # of the first backward of an epoch
-        self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
-        self._draws = 0  # a checksum of the random states with which steps began to draw
-
-    def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Compare the first batch of an epoch. Call it before each training batch."""
-        if batch_idx == 0:
-            self._checks_loss = True
-            if self._group is not None:
-                check_batch(batch, self._group)
-                self.check_draws()
-
-    def begin_evaluation(self) -> None:
-        """Compare the first batch of each loader again."""
-        self._compared.clear()
-
-    def check_evaluation(self, args: tuple[Any, ...]) -> None:
-        """Compare the first batch of a loader of an evaluation, given the arguments of the step."""
-        loader = args[2:]  # its number, if there are several
-        if self._of_steps is not None and loader not in self._compared:
-            self._compared.add(loader)
-            # other data-parallel ranks may have no batch of this loader
-            check_batch(args, self._of_steps, of_all_groups=False)
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Record which random numbers are drawn inside, in a training step."""
-        if self._of_steps is None:
-            yield
-            return
-        before = get_rng_state(every_device=False)
-        yield
-        if drawn := differing_generators(before, get_rng_state(every_device=False)):
-            self._draws = checksum_of_states(drawn, self._draws)
-
-    def check_draws(self) -> None:
-        """Compare which random numbers were drawn."""
-        if self._of_steps is not None:
-            check_draws(self._draws, self._of_steps)
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Compare the first loss of an epoch; raises an UnsupportedCodeError if they differ."""
-        if self._checks_loss and self._of_steps is not None:
-            check_loss(loss, self._of_steps)
-        self._checks_loss = False
-
-
 def with_mean_loss(
     optimizer: Optimizer, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor]
 ) -> Callable[[], Any]:
     """Return a closure that returns the mean loss of all ranks, if the optimizer may use the loss; else ``closure``.
 
-    Args:
-        optimizer: of the step. Among torch's optimizers, only L-BFGS uses the loss.
-        closure: computes the loss and the gradients.
-        mean: averages over all data-parallel ranks, in place and collectively.
+    Among torch's optimizers, only L-BFGS uses it. ``mean`` averages over all data-parallel ranks, in place and
+    collectively.
     """
     if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
         return closure
@@ -199,6 +392,35 @@ def with_mean_loss(
         return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
 
     return mean_closure
+
+
+def refuse_unpipelined(trainer: pl.Trainer) -> None:
+    """Refuse what a pipeline stage cannot run, since it has a part of the module, after optimizers are set up.
+
+    Raises:
+        UnsupportedCodeError: for manual optimization, L-BFGS, and callbacks that average weights in a copy.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UnsupportedCodeError(
+            f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be pipelined: "
+            "its step is not one forward and one backward. Use pipeline_parallel_size=1."
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.strategy.optimizers):
+        raise UnsupportedCodeError(
+            "LBFGS updates all parameters as one, and a pipeline stage has only some of them. Use an optimizer that "
+            "treats each parameter by itself, or pipeline_parallel_size=1."
+        )
+    kinds = (StochasticWeightAveraging, getattr(pl.callbacks, "WeightAveraging", StochasticWeightAveraging))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
+        if isinstance(callback, kinds):
+            raise UnsupportedCodeError(
+                f"{type(callback).__name__} averages the weights in a copy of the whole module, but a pipeline "
+                "stage has only a part of it. Use pipeline_parallel_size=1, or average in a callback of your own: it "
+                "begins with [p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
+            )
 
 
 # ── precision plugins ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,14 +438,7 @@ def autocast_dtype(precision: object) -> torch.dtype | None:
 
 
 def unscale_shards(precision: object, device: torch.device) -> Callable[[], None]:
-    """Make a precision plugin's gradient scaler, if there is one, check the shards of all ranks for infinities.
-
-    Returns the undo.
-
-    Args:
-        precision: of the Trainer or of Fabric.
-        device: of the collectives.
-    """
+    """Make a precision plugin's gradient scaler check the shards of all ranks for infinities; return the undo."""
     scaler = getattr(precision, "scaler", None)
     return unscale_over_ranks(scaler, device) if isinstance(scaler, torch.amp.GradScaler) else lambda: None
 
@@ -231,12 +446,8 @@ def unscale_shards(precision: object, device: torch.device) -> Callable[[], None
 def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -> Callable[[], None]:
     """Make a Trainer's precision plugin clip gradients over all ranks; return the undo.
 
-    Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it.
-
-    Args:
-        precision: of the Trainer.
-        device: of the collectives.
-        ranks_of: returns the number of ranks that have a parameter or a part of it.
+    Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it. ``ranks_of`` returns the number
+    of ranks that have a parameter or a part of it.
     """
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:

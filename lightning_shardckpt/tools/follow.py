@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, BinaryIO, TypeAlias
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
 from lightning_shardckpt.storage.router import StorageRouter, is_url
@@ -32,25 +31,13 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 LOOK_S, LOOK_AT_STORE_S = 5.0, 30.0  # a store lists all objects of all checkpoints
 GRACE_S = 10.0  # for an interrupted command to end
 _SETTLE_S = 1.0  # a deletion that did not see this follower is over by then
-_OUTPUT_S = 5.0  # for the rest of a command's output
-_LINE_BYTES = 1 << 20
-_COPY = re.compile(r"last\b.*")  # ModelCheckpoint(save_last=True) saves a second checkpoint of the same step
+_OUTPUT_S = 5.0  # for the rest of a command's output, and between two looks at it
 # Starts a command that gets SIGTERM when this process ends, however it ends (1 is PR_SET_PDEATHSIG).
 _START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
-@dataclass(frozen=True, slots=True)
-class SavedStep:
-    """A complete checkpoint of a run."""
-
-    path: str
-    step: int | None
-    save_id: str
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return os.path.basename(self.path)
+Saved: TypeAlias = dict[str, Any]
+"""A complete checkpoint as ``evaluations.jsonl`` names it: its ``path``, ``step`` and ``save_id``."""
 
 
 class Run:
@@ -63,36 +50,42 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
         self.folder, self._storage = RunFolder(path, storage), storage
-        self._known = dict[str, tuple[str, SavedStep | None]]()
+        self._known = dict[str, tuple[str, Saved | None]]()
 
-    def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[SavedStep]:
+    def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[Saved]:
         """Return the checkpoints without an evaluation, by step; each save once.
 
         A ``last*`` is left out if its step was also saved under another name.
         """
-        found = sorted(self._complete(), key=lambda one: (one.step or 0, one.path))
-        others = {one.step for one in found if not _COPY.match(one.name)}
-        others |= {one["step"] for one in evaluations if not _COPY.match(os.path.basename(one["path"]))}
-        done = {one["save_id"] for one in evaluations}
-        pending = {one.save_id: one for one in reversed(found) if not (_COPY.match(one.name) and one.step in others)}
-        return [one for one in found if pending.get(one.save_id) is one and one.save_id not in done]
-
-    def _complete(self) -> list[SavedStep]:
         tags = self.folder.list_complete()
         for path, tag in tags.items():
             if self._known.get(path, ("", None))[0] != tag:
                 self._known[path] = tag, self._read(path)
-        return [saved for path in tags if (saved := self._known[path][1]) is not None]
+        found = [saved for path in tags if (saved := self._known[path][1]) is not None]
+        found.sort(key=lambda one: (one["step"] or 0, one["path"]))
+        others = {one["step"] for one in (*found, *evaluations) if not _is_copy(one)}
+        pending = {one["save_id"]: one for one in reversed(found) if not (_is_copy(one) and one["step"] in others)}
+        done = {one["save_id"] for one in evaluations}
+        return [one for one in found if pending.get(one["save_id"]) is one and one["save_id"] not in done]
 
-    def _read(self, path: str) -> SavedStep | None:
+    def _read(self, path: str) -> Saved | None:
         try:
             with Checkpoint(self._storage, path) as checkpoint:
-                return SavedStep(path, checkpoint.root.step, checkpoint.root.save_id)
+                return {"path": path, "step": checkpoint.root.step, "save_id": checkpoint.root.save_id}
         except CheckpointNotFoundError:  # deleted meanwhile
             return None
         except ShardCkptError as error:
             _say(f"not evaluated: {error}")
             return None
+
+
+def _name(saved: Mapping[str, Any]) -> str:
+    return os.path.basename(str(saved["path"]))
+
+
+def _is_copy(saved: Mapping[str, Any]) -> bool:
+    """Return True for a ``last*``: ModelCheckpoint(save_last=True) saves a second checkpoint of the same step."""
+    return re.match(r"last\b", _name(saved)) is not None
 
 
 def follow(
@@ -214,7 +207,7 @@ class _Following:
             raise RankError(f"process {other.pid} of {other.host_name!r} has begun to follow {self._folder.path!r}")
         self._hold(self._self.checkpoint)
 
-    def look(self, once: bool) -> list[SavedStep] | None:
+    def look(self, once: bool) -> list[Saved] | None:
         """Return the checkpoints that wait; None if there will be no more. After an error of a store, look again."""
         try:
             self._renew()
@@ -228,24 +221,25 @@ class _Following:
         self._has_looked = True
         return None if is_over and not pending else pending
 
-    def evaluate(self, pending: list[SavedStep], newest: bool) -> None:
+    def evaluate(self, pending: list[Saved], newest: bool) -> None:
         """Evaluate the first checkpoint of several, or skip all but the newest."""
         if newest and len(pending) > 1:
-            self._record(*({**_about(one), "skipped": True} for one in pending[:-1]))
+            self._record(*({**one, "skipped": True} for one in pending[:-1]))
             pending = pending[-1:]
-        saved, self._first = next((one for one in pending if one.name == self._first), pending[0]), None
-        self._hold(saved.name)
-        if self._folder.is_requested(saved.path):
+        saved, self._first = next((one for one in pending if _name(one) == self._first), pending[0]), None
+        self._hold(_name(saved))
+        if self._folder.is_requested(saved["path"]):
             time.sleep(_SETTLE_S)
         if saved in self._run.pending(self._evaluations):  # not deleted or replaced meanwhile
-            command = [argument.replace("{}", saved.path) for argument in self._command]
-            _say(f"step {saved.step}: {shlex.join(command)}")
+            command = [argument.replace("{}", saved["path"]) for argument in self._command]
+            _say(f"step {saved['step']}: {shlex.join(command)}")
             start, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
             status, metrics = self._execute(command)
             seconds = round(time.monotonic() - began, 3)
-            self._record({**_about(saved), "start": start, "seconds": seconds, "status": status, "metrics": metrics})
+            self._record({**saved, "start": start, "seconds": seconds, "status": status, "metrics": metrics})
             self.failures += status != 0
-            _say(f"step {saved.step}: {'done' if status == 0 else f'failed with status {status}'} in {seconds:.0f} s")
+            result = "done" if status == 0 else f"failed with status {status}"
+            _say(f"step {saved['step']}: {result} in {seconds:.0f} s")
         self._release()
 
     def _record(self, *evaluations: dict[str, Any]) -> None:
@@ -254,48 +248,46 @@ class _Following:
 
     def _execute(self, command: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
         """Run a command, and print its output; return its exit status and the last JSON object that it printed."""
-        metrics, rest, is_open, decoder = None, "", True, getincrementaldecoder("utf-8")("replace")
-        with subprocess.Popen(
+        metrics = list[dict[str, Any]]()
+        process = subprocess.Popen(
             [sys.executable, "-IS", "-c", _START, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that it gets one signal, and ends with all that it has started
-        ) as process:
-            assert process.stdout is not None
-            try:
-                while is_open or process.poll() is None:
-                    if not is_open:  # it has closed its output
-                        with suppress(subprocess.TimeoutExpired):
-                            process.wait(_OUTPUT_S)
-                    elif select.select([process.stdout], [], [], _OUTPUT_S)[0]:
-                        data = os.read(process.stdout.fileno(), _LINE_BYTES)
-                        is_open, text = bool(data), decoder.decode(data, not data)
-                        with suppress(OSError, ValueError):  # whoever reads it is gone: the command goes on
-                            sys.stdout.write(text)
-                            sys.stdout.flush()
-                        *lines, rest = (rest[:_LINE_BYTES] + (text if data else "\n")).split("\n")
-                        for line in (line for line in lines if line.lstrip().startswith("{")):
-                            with suppress(ValueError):
-                                metrics = json.loads(line)
-                    else:  # what it has started may keep the output open
-                        is_open = process.poll() is None
-                    try:
-                        self._renew()
-                    except OSError as error:  # the next attempt is in time, too
-                        _say(f"not renewed: {error}")
-            except BaseException:
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
-                    os.killpg(process.pid, signal.SIGINT)
-                    process.wait(GRACE_S)
-                raise
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        return process.returncode, metrics
+        )
+        output = threading.Thread(target=_copy_output, args=(process.stdout, metrics), daemon=True)
+        output.start()
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_OUTPUT_S)
+                try:
+                    self._renew()
+                except OSError as error:  # the next attempt is in time, too
+                    _say(f"not renewed: {error}")
+        except BaseException:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(GRACE_S)
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.join(_OUTPUT_S)  # what left the session may keep the output open
+        return process.returncode, metrics[-1] if metrics else None
 
 
-def _about(saved: SavedStep) -> dict[str, Any]:
-    return {"path": saved.path, "step": saved.step, "save_id": saved.save_id}
+def _copy_output(output: BinaryIO, metrics: list[dict[str, Any]]) -> None:
+    """Print the output of a command as it comes, and put the last of its lines that is a JSON object in ``metrics``."""
+    with TextIOWrapper(output, errors="replace", newline="") as lines:  # a progress bar ends lines by \r
+        for line in lines:
+            with suppress(OSError, ValueError):  # whoever reads it is gone: the command goes on
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            if line.lstrip().startswith("{"):
+                with suppress(ValueError):
+                    metrics[:] = [json.loads(line)]
 
 
 def _say(text: str) -> None:

@@ -2,12 +2,13 @@
 
 The first run trains all steps, and saves in the middle and at the end. The second run resumes from the middle, and
 saves at the end. Both ends are compared: every tensor, and every other value that a checkpoint has. An entry point of
-Lightning, found by ``PYTHONPATH``, brings the callback that saves (``resume_proof``) to every rank, however it is
-started.
+Lightning, found by ``PYTHONPATH``, brings the callback that saves (``callbacks.ProofCallback``) to every rank, however
+it is started.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -23,20 +24,11 @@ from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.tools.diff import diff
 
-TIMEOUT_S = 1800.0
-OTHER_TOPOLOGY_TOLERANCE = 1e-4
-"""Of the largest difference of a tensor, relative to its largest element: sums in another order round differently."""
-
+_OTHER_TOPOLOGY_TOLERANCE = 1e-4  # relative to a tensor's largest element: sums in another order round differently
 _LOG_LINES = 20
-_ENTRY_POINT = "[lightning.pytorch.callbacks_factory]\nprove_resume = shardckpt_prove_resume:callbacks\n"
-_HOOK = '''"""Written by prove-resume: gives a callback to every Trainer of this run."""
-
-
-def callbacks():
-    from lightning_shardckpt.resume_proof import proof_callback
-
-    return [proof_callback({folder!r}, {run!r}, {steps!r})]
-'''
+_ENTRY_POINT = "[lightning.pytorch.callbacks_factory]\nprove_resume = lightning_shardckpt.callbacks:proof_callbacks\n"
+VARIABLE = "SHARDCKPT_PROVE_RESUME"
+"""The variable of the environment with the arguments of the callback, as JSON."""
 _NO_FIT = (
     "it trained fewer batches in the first fit of a Trainer of Lightning. Give the command that trains, with its "
     "arguments, or fewer --steps. Fabric's loops, and a Python that ignores PYTHONPATH (-I, -E), are not seen: save at "
@@ -53,7 +45,7 @@ class ResumeReport:
         folder: with outputs and checkpoints; removed if nothing differs and no ``output`` was given.
         compared: the number of compared tensors and values.
         tolerance: of tensors, relative; 0 if bits were compared.
-        differences: by name, with the text of each: tensors, then other values.
+        differences: the text of each, by name.
     """
 
     steps: int
@@ -87,7 +79,7 @@ def prove_resume(
     steps: int = 8,
     resumed_args: Sequence[str] = (),
     output: str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = 1800.0,
 ) -> ResumeReport:
     """Run a training straight, and resumed from its middle, and compare the ends of both runs.
 
@@ -127,7 +119,7 @@ def _compare(folder: Path, steps: int) -> ResumeReport:
     """Compare the checkpoints at the ends of both runs; those of different topologies within a tolerance."""
     found = diff(folder / "straight.ckpt", folder / "resumed.ckpt")
     is_other = any(name == "ranks" or name.startswith("topology/") for name in found["about"])
-    tolerance, differences = OTHER_TOPOLOGY_TOLERANCE if is_other else 0.0, dict[str, str]()
+    tolerance, differences = _OTHER_TOPOLOGY_TOLERANCE if is_other else 0.0, dict[str, str]()
     for tensor in found["tensors"]:
         relative, largest = tensor["relative"], tensor["largest"]
         if not is_other or (tensor["component"] != "trainer" and (relative is None or relative > tolerance)):
@@ -146,18 +138,17 @@ def _run(command: Sequence[str], folder: Path, run: str, steps: int, timeout_s: 
     Raises:
         RankError: with the end of its output, if it fails, takes too long, or saves no end.
     """
-    added = folder / run / "added"
-    about = added / "shardckpt_prove_resume-1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-prove-resume\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(_ENTRY_POINT)
-    (added / "shardckpt_prove_resume.py").write_text(_HOOK.format(folder=str(folder), run=run, steps=steps))
-    path = os.pathsep.join(filter(None, [str(added), os.environ.get("PYTHONPATH")]))
+    added = folder / run / "added" / "shardckpt_prove_resume-1.dist-info"
+    added.mkdir(parents=True)
+    (added / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-prove-resume\nVersion: 1\n")
+    (added / "entry_points.txt").write_text(_ENTRY_POINT)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(added.parent), os.environ.get("PYTHONPATH")]))}
+    env[VARIABLE] = json.dumps({"folder": str(folder), "run": run, "steps": steps})
     log = folder / run / "output.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command] if command[0].endswith(".py") else list(command),
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
-from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex, ShardEntry
+from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex
 from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
+from lightning_shardckpt.format.safetensors_header import HeaderTensor, parse_header, read_header, to_header_type
 from lightning_shardckpt.format.value_checks import parse_json, shown
 from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.state.documents import stored_keys
-from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, progress, size_text
 from lightning_shardckpt.transfer.reader import Checkpoint, find_corruption
 
@@ -48,9 +48,18 @@ class Finding:
 class VerifyReport:
     """The findings, and the numbers of checked files and bytes."""
 
+    path: str
+    quick: bool
     findings: tuple[Finding, ...]
     files: int
     nbytes: int
+
+    def __str__(self) -> str:
+        checked = f"{count_text(self.files, 'file')}, {size_text(self.nbytes)} of shards"
+        if not self.findings:
+            return f"{self.path} is {'complete' if self.quick else 'whole'}: {checked}"
+        count = count_text(len(self.findings), "problem")
+        return "\n".join([*map(str, self.findings), f"{count} in {self.path} ({checked})"])
 
 
 def verify(
@@ -66,23 +75,22 @@ def verify(
     Raises:
         CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
     """
-    findings = list[Finding]()
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
     except CheckpointNotFoundError:
         raise
     except (ShardCkptError, OSError) as error:
-        return VerifyReport((Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
+        return VerifyReport(os.fspath(path), quick, (Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
+    findings = list[Finding]()
     with checkpoint:
         indexes, root = _check_indexes(checkpoint, findings), checkpoint.root
         files = [(index, info) for index in indexes for info in index.files.values()]
-        readable = [(index, info) for index, info in files if _is_intact(checkpoint, index, info, findings)]
         nbytes = sum(info.nbytes for _, info in files)
-        if not quick:
-            with progress(nbytes) as advance, ThreadPoolExecutor(_THREADS) as pool:
-                for number, found in enumerate(pool.map(partial(_find, checkpoint.reader), readable)):
-                    findings += found
-                    advance(readable[number][1].nbytes)
+        with progress(nbytes) as advance, ThreadPoolExecutor(_THREADS) as pool:
+            checked = pool.map(partial(_check_file, checkpoint, quick), files)
+            for (_, info), found in zip(files, checked, strict=True):
+                findings += found
+                advance(info.nbytes)
         _check_documents(checkpoint, findings, quick=quick)
         stored = [info.name for component in root.components.values() for info in component.indexes.values()]
         known = {ROOT_NAME, *root.documents, *stored, *(info.name for _, info in files)}
@@ -91,29 +99,17 @@ def verify(
             if name not in known and is_described and name.partition("/")[0] != EXPORT_FOLDER:
                 problem = "extra: no index of this checkpoint names it; left by another save, or put here later"
                 findings.append(Finding(name, problem))
-        return VerifyReport(tuple(findings), len(known), nbytes)
-
-
-def render(report: VerifyReport, path: str, *, quick: bool) -> str:
-    """Render the result of ``verify`` as text for people."""
-    checked = f"{count_text(report.files, 'file')}, {size_text(report.nbytes)} of shards"
-    if not report.findings:
-        return f"{path} is {'complete' if quick else 'whole'}: {checked}"
-    count = count_text(len(report.findings), "problem")
-    return "\n".join([*map(str, report.findings), f"{count} in {path} ({checked})"])
+        return VerifyReport(os.fspath(path), quick, tuple(findings), len(known), nbytes)
 
 
 @contextmanager
 def _noting(
     findings: list[Finding], file: str, tensor: str | None = None, rank: int | None = None, *, then: str = ""
 ) -> Iterator[None]:
-    """Make an error of the block a finding; ``then`` is appended to it.
-
-    The checks of structure are the same as in a load. They raise the first problem of a tensor or a file.
-    """
+    """Make an error of the block, which checks as a load does, a finding; ``then`` is appended to it."""
     try:
         yield
-    except (ShardCkptError, OSError) as error:
+    except (ShardCkptError, OSError, EOFError) as error:
         text = "the file is missing" if isinstance(error, FileNotFoundError) else _short(error, file)
         findings.append(Finding(file, f"{text}{then}", tensor, rank))
 
@@ -145,34 +141,32 @@ def _check_indexes(checkpoint: Checkpoint, findings: list[Finding]) -> list[Rank
     return intact
 
 
-def _is_intact(checkpoint: Checkpoint, index: RankIndex, info: FileInfo, findings: list[Finding]) -> bool:
-    """Check the size and the header of a shard file; return whether its data can be read."""
-    lost = f"; it holds data of {list_some([repr(key) for key, _ in _entries(index, info)], 5)}"
-    before = len(findings)
+def _check_file(checkpoint: Checkpoint, quick: bool, file: tuple[RankIndex, FileInfo]) -> list[Finding]:
+    """Return the differences of a shard file from its index: in its size, its header and the data of its tensors.
+
+    Runs in several threads, each for other files.
+    """
+    (index, info), findings, reader = file, list[Finding](), checkpoint.reader
+    own = ((key, entry) for key, every in index.shards.items() for entry in every if entry.file == info.name)
+    entries = dict(sorted(own, key=lambda item: item[1].begin))
+    lost = f"; it holds data of {list_some([*map(repr, entries)], 5)}"
     with _noting(findings, info.name, rank=index.rank, then=lost):
         checkpoint.check_file(index.component, index.rank, info.name)
-    return len(findings) == before
-
-
-def _entries(index: RankIndex, info: FileInfo) -> list[tuple[str, ShardEntry]]:
-    """Return the boxes in a file, in the order of their bytes."""
-    entries = ((key, entry) for key, every in index.shards.items() for entry in every if entry.file == info.name)
-    return sorted(entries, key=lambda item: item[1].begin)
-
-
-def _find(reader: Reader, file: tuple[RankIndex, FileInfo]) -> list[Finding]:
-    """Return the tensors in a file whose bytes differ from their checksums. Runs in several threads."""
-    (index, info), findings = file, list[Finding]()
-    for key, entry in _entries(index, info):
+        header = parse_header(read_header(partial(reader.read_into, info.name), info.nbytes), "the file")
+        described = {
+            key: HeaderTensor(*to_header_type(entry.dtype, entry.box.shape), entry.begin, entry.nbytes)
+            for key, entry in entries.items()
+        }
+        if header.tensors != described:
+            raise FormatError("the header describes other tensors than the rank index")
+    for key, entry in entries.items() if not (quick or findings) else ():
         bad, step = list[tuple[int, int]](), max(_CHUNK_BYTES // entry.block, 1) * entry.block
         buffer = memoryview(bytearray(min(step, entry.nbytes)))
-        try:
+        with _noting(findings, info.name, key, index.rank):
             for at in range(0, entry.nbytes, step):
                 piece = buffer[: entry.nbytes - at]
                 reader.read_into(info.name, entry.begin + at, piece)
                 bad += find_corruption(entry, piece, at)
-        except (OSError, EOFError, FormatError) as error:
-            return [*findings, Finding(info.name, f"cannot be read: {error}", key, index.rank)]
         if bad:
             more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
             problem = f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}"

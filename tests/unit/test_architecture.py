@@ -28,7 +28,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "tools"},
     {"api", "lazy", "checkpoint_io"},
-    {"callbacks", "from_checkpoint", "merging", "resume_proof"},
+    {"callbacks", "from_checkpoint", "merging"},
     {"strategy"},
     {"pytorch", "fabric", "cli"},
     {"__main__", "__init__", "consolidate"},
@@ -39,7 +39,7 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
-KNOWS_LIGHTNING = {"compat", "callbacks", "checkpoint_io", "from_checkpoint", "resume_proof", "strategy", "pytorch"}
+KNOWS_LIGHTNING = {"compat", "callbacks", "checkpoint_io", "from_checkpoint", "strategy", "pytorch"}
 KNOWS_LIGHTNING |= {"fabric"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python

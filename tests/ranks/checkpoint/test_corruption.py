@@ -16,6 +16,7 @@ import torch
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks
@@ -148,6 +149,15 @@ def test_a_missing_file_is_named_even_quickly(copy: Path) -> None:
         else:
             check_found(copy, name, quick=True)
         (copy / name).write_bytes(content)
+
+
+def test_a_header_that_describes_other_tensors_than_the_index_is_found(copy: Path) -> None:
+    """As a program could write it: its checksum is right, and a load reads what the index says."""
+    content = (copy / small.SHARD).read_bytes().replace(b'"F32"', b'"I32"', 1)
+    start = content[: 8 + int.from_bytes(content[:8], "little")]
+    (copy / small.SHARD).write_bytes(content)
+    small.edit(copy, small.INDEX, lambda index: index["files"].update({small.SHARD: [len(content), checksum(start)]}))
+    assert [f.file for f in verify(copy, quick=True).findings] == [small.SHARD] and refusal(copy) is None
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────

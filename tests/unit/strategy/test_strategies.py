@@ -6,12 +6,17 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shardckpt import FSDP, Pipeline, fabric, pytorch
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
+from lightning_shardckpt.strategy.steps import refuse_unpipelined
+from tests.support.boring import Asks, trainer
 from tests.support.pool import ROOT
 
 BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
@@ -48,6 +53,12 @@ def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dic
 def test_values_that_cannot_be_are_refused_at_once(value: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         value(**options)
+
+
+def test_callbacks_that_average_a_whole_module_are_refused_in_a_pipeline(tmp_path: Path) -> None:
+    averages, asks = StochasticWeightAveraging(0.1), Asks("on_fit_start", refuse_unpipelined)
+    with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
+        trainer(tmp_path, averages, asks, max_epochs=1, max_steps=1).fit(BoringModel())
 
 
 # ── ``strategy="sharded"`` is known to both registries, whichever package is imported first ───────────────────────────

@@ -1,29 +1,39 @@
-"""Private names of Lightning's Trainer: fit, restoring, signals, metrics and directories.
+"""Private names of Lightning's Trainer and Fabric: launchers, process groups, fit, restoring, signals, metrics.
 
 Checked with Lightning 2.5.6 and 2.6.6, and torchmetrics 1.x.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+import os
+import signal
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric, wrappers
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.strategies.launchers import subprocess_script as fabric_launchers
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import RandomSampler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -36,7 +46,49 @@ Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModul
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """The launcher that starts the same script once for each local process."""
+    """The launcher of a Trainer that starts the same script once for each local process."""
+
+
+class FabricScriptLauncher(fabric_launchers._SubprocessScriptLauncher):
+    """The same for Fabric."""
+
+
+# ── process groups and devices ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def init_process_group(environment: ClusterEnvironment, device: torch.device, *, timeout_s: float) -> None:
+    """Create the default process group, unless it exists. Collective over the world.
+
+    Its backend is torch's default for the device of this process, with gloo for CPU tensors beside nccl.
+
+    A single process needs no store that others reach: it listens on no port, and sets no environment variable, which
+    the ranks of a program that it starts would use. Several set ``MASTER_ADDR`` and ``MASTER_PORT``, as in Lightning.
+    """
+    if dist.is_initialized():
+        return
+    chosen: str = dist.get_default_backend_for_device(device)
+    if chosen == "nccl":
+        chosen = f"cpu:gloo,{device.type}:nccl"
+    bound, timeout = device if device.type != "cpu" else None, timedelta(seconds=timeout_s)
+    rank, size, store = environment.global_rank(), environment.world_size(), None
+    if size == 1:
+        rank, store = 0, HashStore()
+    else:
+        os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+    if chosen.endswith(":nccl"):
+        atexit.register(_destroy_group)  # as Lightning does for "nccl": torch warns about a group that is left
+
+
+def _destroy_group() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this must not be interrupted
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the state of an optimizer to a device, except ``step``, which torch's optimizers keep on the CPU."""
+    _optimizer_to_device(optimizer, device)
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,21 +124,46 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
     return override_methods(connector, _prepare_dataloader=prepare_in_order)
 
 
+_keeping: set[int] = set()  # the ids of the living strategies of `keep_samplers_of`
+_original_setup = Fabric._setup_dataloader
+
+
+def keep_samplers_of(strategy: object) -> None:
+    """Let the Fabric of ``strategy`` keep the samplers of loaders for which `keeps_samplers` is true.
+
+    Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``, which makes
+    each loader again.
+    """
+    _keeping.add(id(strategy))
+    weakref.finalize(strategy, _end_keeping, id(strategy)).atexit = False
+    Fabric._setup_dataloader = _setup_and_keep  # type: ignore[method-assign]  # see _end_keeping
+
+
+def _end_keeping(strategy: int) -> None:
+    _keeping.discard(strategy)
+    if not _keeping:
+        Fabric._setup_dataloader = _original_setup  # type: ignore[method-assign]
+
+
+def _setup_and_keep(
+    self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+) -> DataLoader[Any]:
+    distributes = use_distributed_sampler and not (
+        id(self.strategy) in _keeping and keeps_samplers(dataloader, self.world_size)
+    )
+    return _original_setup(self, dataloader, distributes, move_to_device)
+
+
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def construct_module(
     cls: type[Loadable], checkpoint: dict[str, Any], *, strict: bool | None, **hyper_parameters: Any
 ) -> Loadable:
-    """Construct a module from the hyper-parameters of a checkpoint dict, and load its state with all hooks.
+    """Construct a module from Lightning's dict, whose tensors are on its device, and load its state with all hooks.
 
-    Relies on ``_load_state``, the second half of ``load_from_checkpoint``.
-
-    Args:
-        cls: the class to construct.
-        checkpoint: Lightning's dict, with tensors on the module's device.
-        strict: whether all names must match; None for the module's ``strict_loading``.
-        hyper_parameters: that replace the stored ones.
+    ``hyper_parameters`` replace the stored ones; without ``strict``, the module's ``strict_loading`` counts. Relies on
+    ``_load_state``, the second half of ``load_from_checkpoint``.
     """
     options = {"strict": strict} if issubclass(cls, pl.LightningModule) else {}
     load: Any = _load_state  # typed for one kind of class at a time
@@ -99,12 +176,8 @@ def intercept_ckpt_path(
 ) -> Callable[[], None]:
     """Resolve the ``ckpt_path`` of a Trainer's next call before Lightning does; return the undo.
 
+    ``keep`` is called with the path that Lightning has chosen, such as that of an assigned ``Trainer.ckpt_path``.
     Relies on ``_CheckpointConnector._select_ckpt_path``.
-
-    Args:
-        trainer: the Trainer.
-        resolve: called with the user's ``ckpt_path``; returns that for Lightning.
-        keep: called with the path that Lightning has chosen, such as that of an assigned ``Trainer.ckpt_path``.
     """
     connector = trainer._checkpoint_connector
     select = type(connector)._select_ckpt_path
@@ -172,14 +245,10 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 
 
 def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run every action of a Trainer inside a context; return the undo.
+    """Run every action of a Trainer inside the context ``around(is_hook)``; return the undo.
 
     Lightning runs hooks and callbacks under ``profiler.profile``, by names such as
     ``[LightningModule]TinyLM.on_fit_start``, and by other names some of its own methods, such as a strategy's.
-
-    Args:
-        profiler: the Trainer's, whose method is replaced.
-        around: returns the context, given whether the action is a hook or a callback.
     """
     original = profiler.profile
 
@@ -194,16 +263,11 @@ def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextMan
 # ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BeforeFit = Callable[[pl.Trainer, dict[str, Any]], None]
-
-
-def intercept_fit(before: BeforeFit) -> Callable[[], None]:
+def intercept_fit(before: Callable[[pl.Trainer, dict[str, Any]], None]) -> Callable[[], None]:
     """Call a function before each fit of any Trainer; return the undo.
 
-    Replaces the public method ``Trainer.fit``, since Lightning has no hook that can choose ``ckpt_path``.
-
-    Args:
-        before: called with the Trainer and the arguments of the call by name, which it may change.
+    It gets the arguments of the call by name, which it may change. Replaces the public method ``Trainer.fit``, since
+    Lightning has no hook that can choose ``ckpt_path``.
     """
     original = pl.Trainer.fit
 
@@ -219,22 +283,6 @@ def intercept_fit(before: BeforeFit) -> Callable[[], None]:
         pl.Trainer.fit = original  # type: ignore[method-assign]
 
     return undo
-
-
-def refuse_averaging_of_modules(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that copy the whole module to average its weights, of which a pipeline stage has a part.
-
-    Raises:
-        UnsupportedCodeError: naming the callback.
-    """
-    kinds = (StochasticWeightAveraging, getattr(pl.callbacks, "WeightAveraging", StochasticWeightAveraging))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
-        if isinstance(callback, kinds):
-            raise UnsupportedCodeError(
-                f"{type(callback).__name__} averages the weights in a copy of the whole module, but a pipeline "
-                "stage has only a part of it. Use pipeline_parallel_size=1, or average in a callback of your own: it "
-                "begins with [p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
-            )
 
 
 # ── torchmetrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,3 +334,24 @@ def refuse_stored_metrics(module: nn.Module) -> None:
                 f"the state of {name or type(one).__name__} is saved with the model (persistent(True)), but each "
                 "data-parallel rank has the state of its own batches: use metric.persistent(False), and save its result"
             )
+
+
+# ── Fabric's guard of the backward ───────────────────────────────────────────────────────────────────────────────────
+
+
+def is_in_backward() -> bool:
+    """Return True inside of ``fabric.backward`` and `disable_backward_guard`, in all threads."""
+    return wrappers._in_fabric_backward
+
+
+@contextmanager
+def disable_backward_guard() -> Generator[None, None, None]:
+    """Inside, allow backward passes, which Fabric refuses outside of ``fabric.backward``.
+
+    Relies on the flag ``_in_fabric_backward`` of ``lightning.fabric.wrappers``, which its backward hooks check.
+    """
+    before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before
