@@ -138,19 +138,15 @@ def open(
 
 
 @dataclass(frozen=True, slots=True)
-class LazyTensor:
+class LazyTensor(TensorInfo):
     """A stored tensor, whose values are read by slicing. Made by ``open``.
 
     Attributes:
         name: in the mapping.
-        dtype, shape, nbytes: of the whole tensor; see ``TensorInfo``.
         source, component, key: where it is stored.
     """
 
     name: str
-    dtype: str
-    shape: Shape
-    nbytes: int
     source: Source
     component: str
     key: str
@@ -215,7 +211,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
                 spec = stored.tensors[key]
                 about = spec.dtype, spec.shape, bytes_in(spec.shape, spec.dtype)
                 # on a collision, the model's name wins
-                self._tensors.setdefault(prefix + name, LazyTensor(prefix + name, *about, source, component, key))
+                self._tensors.setdefault(prefix + name, LazyTensor(*about, prefix + name, source, component, key))
 
     def close(self) -> None:
         """Close all files."""

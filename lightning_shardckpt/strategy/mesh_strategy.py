@@ -316,12 +316,9 @@ class MeshStrategy:
 
     @contextmanager
     def _reducing(self, pipelined: PipelinedSteps | None) -> Iterator[None]:
-        """Run a backward inside; after it, gradients and statistics of norms are those of all ranks.
+        """Run a backward inside, and that of a pipeline after it; then gradients and statistics are those of all ranks.
 
         Collective: every rank of the world must call it.
-
-        Args:
-            pipelined: the steps of a pipeline, whose own backward follows.
         """
         with ExitStack() as stack:
             for sharded in self._sharded if pipelined is None else ():

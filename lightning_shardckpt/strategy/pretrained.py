@@ -63,14 +63,8 @@ def find_pretrained(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the parameters and buffers that only the weights fill, and of adapters that they lack.
 
-    Collective: every rank of ``ranks`` must call it.
-
-    Args:
-        pretrained: the weights.
-        module: the whole module, which is not sharded yet.
-        ranks: the ranks that open them together.
-        storage: of checkpoints.
-        is_last: False if a checkpoint will be loaded after them.
+    Collective: every rank of ``ranks`` must call it. The whole ``module`` is not sharded yet. ``is_last`` is False if a
+    checkpoint will be loaded after the weights.
 
     Raises:
         MismatchError: if PEFT has computed adapters from the weights that these replace.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_shardckpt.format.index import ROOT_NAME, Component
+from lightning_shardckpt.format.layout import Layout
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
@@ -65,17 +66,13 @@ def _totals(tensors: list[dict[str, Any]]) -> dict[str, Any]:
 def _tensors(component: str, of: Component) -> Iterator[dict[str, Any]]:
     aliases = aliases_by_key(of)
     for key, spec in of.tensors.items():
-        axes = spec.layout.axes
         yield {
             "component": component,
             "name": key,
             "dtype": spec.dtype,
             "shape": list(spec.shape),
             "bytes": bytes_in(spec.shape, spec.dtype),
-            "cuts": [
-                {"dim": c.dim, "axis": axes[c.axis].name, "parts": axes[c.axis].size, "blocks": c.blocks}
-                for c in spec.layout.cuts
-            ],
+            "cuts": cuts_of(spec.layout),
             "ranks": [list(ranks) for ranks in spec.holders],
             "aliases": aliases.get(key, []),
         }
@@ -102,6 +99,12 @@ def is_selected(names: Iterable[str], pattern: str | None) -> bool:
     (True, True, False)
     """
     return pattern is None or any(fnmatchcase(name, pattern) or pattern in name for name in names)
+
+
+def cuts_of(layout: Layout) -> list[dict[str, Any]]:
+    """Return how a layout cuts a tensor, as values that JSON can hold."""
+    cuts = [(cut, layout.axes[cut.axis]) for cut in layout.cuts]
+    return [{"dim": cut.dim, "axis": axis.name, "parts": axis.size, "blocks": cut.blocks} for cut, axis in cuts]
 
 
 def aliases_by_key(component: Component) -> dict[str, list[str]]:
@@ -136,7 +139,7 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         for name, of in report["components"].items()
     ]
     tensors = [
-        (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t)) for t in report["tensors"]
+        (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _place(t)) for t in report["tensors"]
     ]
     files = [(f["name"], str(f["rank"]), size_text(f["bytes"])) for f in report["files"]]
     blocks = [
@@ -148,12 +151,18 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     return "\n\n".join(blocks)
 
 
-def _cuts_text(tensor: dict[str, Any]) -> str:
-    """Return a text of a tensor's cuts, the ranks that hold it, and its aliases."""
-    cuts = [
+def cuts_text(cuts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of ``cuts_of`` as readable text, without cuts into one part."""
+    texts = [
         f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
-        for c in tensor["cuts"]
+        for c in cuts
+        if c["parts"] > 1
     ]
+    return ", ".join(texts) or "whole"
+
+
+def _place(tensor: dict[str, Any]) -> str:
+    """Return a text of a tensor's cuts, the ranks that hold it, and its aliases."""
     ranks = ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in tensor["ranks"])
-    text = f"{', '.join(cuts) or 'whole'} on ranks {ranks}"
+    text = f"{cuts_text(tensor['cuts'])} on ranks {ranks}"
     return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")

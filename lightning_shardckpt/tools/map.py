@@ -23,7 +23,6 @@ from typing import Any
 from lightning_shardckpt.format.index import COMPONENTS, ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.layout import (
     Box,
-    Layout,
     Part,
     Shape,
     as_holders,
@@ -34,7 +33,7 @@ from lightning_shardckpt.format.layout import (
 from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.open_source import open_checkpoint
-from lightning_shardckpt.tools.inspect import aliases_by_key
+from lightning_shardckpt.tools.inspect import aliases_by_key, cuts_of, cuts_text
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _TEMPLATE = Path(__file__).with_name("map.html")
@@ -150,14 +149,4 @@ def _describe_kind(spec: TensorSpec) -> dict[str, Any]:
     all_but_last = range(len(spec.shape) - 1)
     down = next((dim for dim in all_but_last if dim in cut), 0 if all_but_last else -1)
     about = {"dtype": spec.dtype, "shape": spec.shape, "bytes": DTYPE_BYTES[spec.dtype]}
-    return {**about, "how": _layout_text(spec.layout), "down": down}
-
-
-def _layout_text(layout: Layout) -> str:
-    by_dim: dict[int, str] = {}
-    for cut in layout.cuts:
-        axis = layout.axes[cut.axis]
-        if axis.size > 1:
-            blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
-            by_dim[cut.dim] = by_dim.get(cut.dim, f"dim {cut.dim}") + f" ÷ {axis.name} {axis.size}{blocks}"
-    return ", ".join(by_dim.values()) or "whole"
+    return {**about, "how": cuts_text(cuts_of(spec.layout)), "down": down}

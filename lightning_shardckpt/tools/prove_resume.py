@@ -43,8 +43,7 @@ class ResumeReport:
     Attributes:
         steps: batches of training; half of them before the checkpoint.
         folder: with outputs and checkpoints; removed if nothing differs and no ``output`` was given.
-        compared: the number of compared tensors and values.
-        tolerance: of tensors, relative; 0 if bits were compared.
+        compared: the number of compared tensors and values; ``tolerance`` of tensors is relative, 0 for bits.
         differences: the text of each, by name.
     """
 
@@ -81,7 +80,7 @@ def prove_resume(
     output: str | None = None,
     timeout_s: float = 1800.0,
 ) -> ResumeReport:
-    """Run a training straight, and resumed from its middle, and compare the ends of both runs.
+    """Run a training straight, and resumed from its middle; return the differences of the ends of both runs.
 
     The script is unchanged: its first ``fit`` gets a callback that saves, and ends the process after the last step, so
     that no code after it runs. Files in ``default_root_dir`` go to the folder of the proof; its loggers write nothing,
@@ -94,9 +93,6 @@ def prove_resume(
             model and optimizers are then compared within 1e-4, and nothing else.
         output: a new or empty folder, which is kept; by default a temporary folder, which is kept if the runs differ.
         timeout_s: seconds for each of the two runs.
-
-    Returns:
-        The report of the comparison.
 
     Raises:
         RankError: if a run fails, takes too long, or trains fewer steps.
