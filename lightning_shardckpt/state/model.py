@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,15 +51,7 @@ def is_extra_state(name: str) -> bool:
     return name.endswith(_EXTRA) and name.rpartition(".")[2] == _EXTRA
 
 
-def is_value(name: str, value: Any) -> bool:
-    """Return whether a state dict entry is stored as JSON: extra state, and anything that is not a tensor."""
-    return is_extra_state(name) or not isinstance(value, torch.Tensor)
-
-
-Named: TypeAlias = list[tuple[str, torch.Tensor]]
-
-
-def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
+def named_tensors(module: nn.Module | None) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
     """Return a module's parameters and its buffers under all their names, in order of registration."""
     if module is None:
         return [], []
@@ -100,7 +92,7 @@ def model_leaves(
         key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
-        if is_value(key, value):
+        if is_extra_state(key) or not isinstance(value, torch.Tensor):  # stored as JSON
             other[key] = value
             continue
         refuse_compound(value, f"model/{key}")

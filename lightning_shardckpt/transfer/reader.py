@@ -327,8 +327,8 @@ def _segments(request: Request, verify: bool, sizes: ReadSizes) -> Iterator[Segm
             break
         outer.pop()
         length += (count - 1) * pitch
-    for index in iterate_indices(tuple(count for count, _, _ in outer)):
-        first = start + sum(i * pitch for i, (_, pitch, _) in zip(index, outer, strict=True))
+    for index in iterate_indices(tuple(count for count, _, _ in outer)) if outer else ((),):  # most have one run
+        first = start + sum(i * pitch for i, (_, pitch, _) in zip(index, outer, strict=True)) if index else start
         low, high = first // block * block, min(-(-(first + length) // block) * block, entry.nbytes)
         for at in range(low, high, step):
             yield Segment(request, entry.begin + at, entry.begin + min(at + step, high))
