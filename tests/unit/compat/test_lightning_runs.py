@@ -33,8 +33,6 @@ from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.boring import Asks, trainer
 from tests.support.pool import run_ranks
 
-# ── the Trainer, on one process with Lightning's own strategy ────────────────────────────────────────────────────────
-
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_strategy_knows_whether_batch_norms_are_to_be_synchronized(asked: bool) -> None:
@@ -209,9 +207,6 @@ def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
 
     trainer(tmp_path, Asks("setup", restore), same, max_steps=1).fit(BoringModel())
     assert same.found == [True]
-
-
-# ── Fabric ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_made(before: dict[str, str]) -> tuple[set[str], dict[str, str]]:
