@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.describe import NestedObjects, SaveGroup, describe_state, run_info
+from lightning_shardckpt.checkpoint.background import Background, SaveGroup
+from lightning_shardckpt.checkpoint.describe import NestedObjects, describe_state, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -89,8 +89,8 @@ def save(
     drain_all()  # a pending save may be to this path
     storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
     describe = _prepare(group, path, state, overwrite, prefix, storage)
-    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans}
-    _warn(group, checkpoint.save(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept))
+    checkpoint.save(path, describe, group, run=run_info(state, {}), options=options, storage=storage)
+    _warn(group, group.background.notes())
 
 
 def save_async(
@@ -122,8 +122,9 @@ def save_async(
     storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
     group.background.settle(group.ranks, before=path)  # it may be saving to this path
     describe = _prepare(group, path, state, overwrite, prefix, storage)
-    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": group.background}
-    written = checkpoint.save_async(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
+    how: dict[str, Any] = {"options": options, "storage": storage, "in_background": True}
+    written = checkpoint.save(path, describe, group, run=run_info(state, {}), **how)
+    assert written is not None
     _warn(group, group.background.notes())
     return written
 

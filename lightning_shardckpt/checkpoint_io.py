@@ -19,9 +19,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, is_torch_file, load_full, save, save_async
-from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
+from lightning_shardckpt.checkpoint.background import Background, SaveGroup
+from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, is_torch_file, load_full, save
+from lightning_shardckpt.checkpoint.describe import RANK_STATE, describe_checkpoint, run_info
 from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -188,18 +188,13 @@ class ShardCkptIO(CheckpointIO):
             storage = storage.with_options(storage_options)
         if not self._saves_in_background and self._module is None:  # otherwise the strategy enables it
             self.enable_async(Ranks.alone())
-        describe, notes = partial(self._describe, collect), list[str]()
-        shared: dict[str, Any] = {"ranks": group.ranks, "run": run, "options": self.save_options}
-        shared |= {"storage": storage, "plans": group.plans}
-        if self._saves_in_background:
-            save_async(path, describe, background=group.background, **shared)
-        else:
-            group.background.settle(group.ranks, before=path)
-            notes += save(path, describe, **shared)
+        group.background.settle(group.ranks, before=path)
+        how: dict[str, Any] = {"options": self.save_options, "storage": storage}
+        save(path, partial(self._describe, collect), group, run=run, in_background=self._saves_in_background, **how)
         if self._exports and group.ranks.rank == 0:
             export = partial(export_beside, absolute_path(path), storage)
             group.background.follow(path, export, "not exported for transformers")
-        self._warn([*notes, *group.background.notes()])
+        self._warn(group.background.notes())
 
     def _describe(self, collect: Callable[[], dict[str, Any]]) -> Snapshot:
         """Return this rank's part of a save of a checkpoint dict, or without a module also of a state of Fabric."""
@@ -294,7 +289,9 @@ class ShardCkptIO(CheckpointIO):
         """
         place, background = absolute_path(path), self._group.background  # a chdir may come before the removal
         folder = os.path.dirname(place.rstrip("/"))
-        background.remove(file_path(path), lambda: RunFolder(folder, self.storage).remove(place))
+        background.follow(
+            file_path(path), lambda: RunFolder(folder, self.storage).remove(place), "not removed", at_once=True
+        )
         self._warn(background.notes())
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.checkpoint import checkpoint
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.save_job import RunInfo
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.lazy import LazyTensor, OpenCheckpoint
 from lightning_shardckpt.sources.open_source import open_checkpoint, open_source
@@ -105,7 +105,9 @@ def merge(
 
         describe, root = partial(_describe, opened[0], inputs, content, about), opened[0].source.root
         run = RunInfo() if root is None else RunInfo(root.step, root.epoch)
-        for note in checkpoint.save(target, describe, ranks=Ranks.alone(), run=run, storage=storage):
+        group = SaveGroup()
+        checkpoint.save(target, describe, group, run=run, storage=storage)
+        for note in group.background.notes():
             _log.warning(note)
         return others
 

@@ -36,7 +36,7 @@ from lightning_shardckpt.compat.lightning_runs import (
     wrap_actions,
 )
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
-from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
+from lightning_shardckpt.distributed.world import abort_unfinished, current_world
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
@@ -294,7 +294,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.stop_position.reset()
-        note_batch(*batches_begun(self._trainer))
+        if not self._is_alone:
+            current_world().batch = batches_begun(self._trainer)
         self._check_preemption()
         self._checks.begin_batch(batch, batch_idx)
 

@@ -12,13 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from lightning_shardckpt.distributed.ranks import ErrorReport, Ranks, rebuild_error, report_error
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.state.tensor_bytes import HostMemory
 from lightning_shardckpt.system.threads import WRITERS, NoThreadError, start_thread
 
+V = TypeVar("V")
 _CHECK_S = 1.0  # between two checks that the thread is alive
 
 
@@ -46,7 +48,7 @@ class Background:
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
         self._jobs = deque[Callable[[], None]]()
         self._writer: threading.Thread | None = None
-        self._last: Future[None] | None = None  # of the last save
+        self._failure: Exception | None = None  # of the last save
         self._is_pending = False  # until ``settle`` has collected its outcome
         self._notes: list[str] = []
 
@@ -56,25 +58,25 @@ class Background:
             memory, self._free = self._free, None
         return memory or HostMemory()
 
-    def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[None]:
+    def save(self, path: str, work: Callable[[Ranks], None], memory: HostMemory) -> Future[None]:
         """Queue a save, after ``settle``. Every rank must queue the same saves in the same order.
 
         Args:
             path: of the checkpoint.
-            work: called in the thread with the ranks of this object; returns notes for the user.
+            work: called in the thread with the ranks of this object.
             memory: holds the copies that ``work`` writes; reused by a later save.
 
         Returns:
             A future, which can't be cancelled.
         """
-        self._is_pending = True
-        done = self._last = Future[None]()
+        self._is_pending, self._failure = True, None
+        done = Future[None]()
         done.set_running_or_notify_cancel()
 
         def write() -> None:
             failure: Exception | None = None
             try:
-                self.note(work(self._ranks))
+                work(self._ranks)
             except Exception as error:
                 failure = error
             except BaseException as error:  # such as SystemExit, which would end the process that collects it
@@ -88,37 +90,36 @@ class Background:
                 done.set_result(None)
             else:
                 failure.add_note(f"in the background, while saving {path!r}")
+                self._failure = failure
                 atexit.register(self._at_exit)
                 done.set_exception(failure)
 
         self._put(path, write)
         return done
 
-    def follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
+    def follow(self, path: str, work: Callable[[], list[str]], problem: str, *, at_once: bool = False) -> None:
         """Queue work that follows the last save, and is dropped, with a note, if that save failed.
 
         Args:
             path: the checkpoint, for notes.
             work: returns notes for the user; its failure becomes a note.
             problem: begins the note about a failure, such as "not removed".
+            at_once: do the work in the calling thread if no jobs are queued.
         """
-        self._put(path, partial(self._follow, path, work, problem))
 
-    def remove(self, path: str, work: Callable[[], list[str]]) -> None:
-        """Remove a checkpoint after the last save, or at once if all is done; see ``follow``."""
-        if self._jobs:
-            self.follow(path, work, "not removed")
+        def do() -> None:
+            if self._failure is not None:
+                self.note([f"{problem}: {path!r}, since the save before it failed"])
+                return
+            try:
+                self.note(work())
+            except Exception as error:
+                self.note([f"{problem}: {path!r}: {error}"])
+
+        if at_once and not self._jobs:
+            do()
         else:
-            self._follow(path, work, "not removed")
-
-    def _follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
-        if self._failure() is not None:
-            self.note([f"{problem}: {path!r}, since the save before it failed"])
-            return
-        try:
-            self.note(work())
-        except Exception as error:
-            self.note([f"{problem}: {path!r}: {error}"])
+            self._put(path, do)
 
     def settle(self, ranks: Ranks, *, before: str | None = None) -> None:
         """Wait until all jobs are done, and raise the failure of the last save, once.
@@ -130,16 +131,21 @@ class Background:
             before: the path of the next save, if one waits.
 
         Raises:
-            Exception: the failure of the save, the lowest rank's, on all ranks.
+            Exception: this rank's failure of the save; a RankError with the lowest rank's, if only others failed.
         """
         if not self._is_pending:  # the same on all ranks
             self.drain()
             return
+
+        def report() -> str | None:
+            self.drain()
+            return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
         phase = f"waiting to save {before!r}" if before is not None else "waiting for saves in the background"
-        report: ErrorReport | None = ranks.step(phase, self._report, _first)
+        failed: str | None = ranks.step(phase, report, lambda reports: next(filter(None, reports), None))
         self._collect()
-        if report is not None:
-            raise self._failure() or rebuild_error(report, report["message"])
+        if failed is not None:
+            raise self._failure or RankError(failed)
 
     def drain(self) -> None:
         """Wait until all jobs are done; raises nothing. Not collective."""
@@ -153,7 +159,7 @@ class Background:
         A failure that was not raised yet is added to ``error`` as a note. Not collective.
         """
         self.drain()
-        if self._is_pending and (failure := self._failure()) is not None:
+        if self._is_pending and (failure := self._failure) is not None:
             error.add_note(f"a save in the background had failed: {type(failure).__name__}: {failure}")
         self._collect()
 
@@ -197,36 +203,45 @@ class Background:
                 del job  # from now on its memory belongs to another save
                 self._changed.notify_all()
 
-    def _failure(self) -> Exception | None:
-        """Return the failure of the last save, if it has ended so."""
-        failure = self._last.exception() if self._last is not None and self._last.done() else None
-        assert failure is None or isinstance(failure, Exception)
-        return failure
-
-    def _report(self) -> ErrorReport | None:
-        """Wait for all jobs; return the failure of the last save."""
-        self.drain()
-        failure = self._failure()
-        return None if failure is None else _report(failure)
-
     def _collect(self) -> None:
         self._is_pending = False
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         """Raise a failure that no caller collected; the interpreter prints it at exit."""
-        if self._is_pending and (failure := self._failure()) is not None:
-            raise failure
+        if self._is_pending and self._failure is not None:
+            raise self._failure
 
 
-def _report(error: Exception) -> ErrorReport:
-    """Return a report for ``rebuild_error``; OSErrors without their number, which the class prepends to the message."""
-    report = report_error(error)
-    if isinstance(error, OSError) and error.errno is not None:
-        report["message"] = str(error.strerror)
-    return report
+# ── the ranks that save together ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _first(reports: list[ErrorReport | None]) -> ErrorReport | None:
-    """Return the lowest rank's failure. Runs on rank 0."""
-    return next(filter(None, reports), None)
+class PlanCache:
+    """The last result of each function that plans a save, for one caller. Holds no tensors; not for concurrent use."""
+
+    def __init__(self) -> None:
+        self._last = dict[Callable[..., Any], tuple[tuple[Any, ...], Any]]()
+
+    def get(self, make: Callable[..., V], *arguments: Any) -> V:
+        """Return ``make(*arguments)``, or its last result if that had equal ones; neither may change afterwards."""
+        if make not in self._last or self._last[make][0] != arguments:
+            self._last[make] = arguments, make(*arguments)
+        result: V = self._last[make][1]
+        return result
+
+
+@dataclass(slots=True)
+class SaveGroup:
+    """The ranks that save and load together, their pending save, and what saves keep for the next one.
+
+    Attributes:
+        ranks: the ranks.
+        background: writes asynchronous saves, does what follows saves, and has the notes for the user.
+        members: their ranks in the default process group; None if they are all its ranks, in order.
+        plans: of the last save.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    background: Background = field(default_factory=lambda: Background(Ranks.alone()))
+    members: tuple[int, ...] | None = None
+    plans: PlanCache = field(default_factory=PlanCache)

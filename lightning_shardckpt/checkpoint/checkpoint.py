@@ -1,8 +1,8 @@
 """Save and load, in call order.
 
-``save``: prepare → agree → (group_table → join_tables →) write → commit. ``save_async`` copies first, and lets a thread
-write and commit. ``load``: open → match → read; its callers add a last step, finish, for what modules' own code loads.
-Each is a ``Ranks.step``: a failure on one rank reaches all ranks before the next step begins.
+``save``: prepare → agree → (group_table → join_tables →) write → commit. In the background, it copies first, and lets a
+thread write and commit. ``load``: open → match → read; its callers add a last step, finish, for what modules' own code
+loads. Each is a ``Ranks.step``: a failure on one rank reaches all ranks before the next step begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.serialization import MAP_LOCATION
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets, RankComparison, Sources, start_load
-from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
-from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
+from lightning_shardckpt.checkpoint.replicas import refuse_differences
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob, SaveOptions
 from lightning_shardckpt.compat.torch_tensors import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError, StateError
@@ -70,100 +70,72 @@ _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
 def save(
     path: str,
     describe: Callable[[], Snapshot],
+    group: SaveGroup,
     *,
-    ranks: Ranks,
     run: RunInfo,
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _STORAGE,
-    plans: PlanCache | None = None,
-) -> list[str]:
+    in_background: bool = False,
+) -> Future[None] | None:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
-    Collective: every rank of ``ranks`` must call it, with the same path. An existing checkpoint at the path stays
-    loadable until the new one replaces it.
+    Collective: every rank of ``group`` must call it, with the same path. An existing checkpoint at the path stays
+    loadable until the new one replaces it. Sentences for the user are added to ``group.background.notes``.
 
     Args:
         path: a directory that does not exist yet, is empty, or is a checkpoint.
         describe: returns this rank's state; called once, its errors reach all ranks.
-        ranks: the ranks that save together.
+        group: the ranks that save together.
         run: step, epoch and topology, for the root index.
         options: the options of the save.
         storage: of ``path``; by default the file system, or an object store for a URL.
-        plans: cached plans of earlier saves by the same caller.
+        in_background: wait until the save before is written, and return when the state is copied to host memory; the
+            thread of ``group.background`` writes and commits it. Its error is raised by ``Background.settle``, which
+            the next such save calls.
 
     Returns:
-        On rank 0, sentences for the user: the notes of the snapshot, and about leftovers of earlier saves.
+        With ``in_background``, a future that is done when the checkpoint is complete on all ranks.
 
     Raises:
         FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         MismatchError: if replicas differ, naming tensors and ranks.
-        Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
+        Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``. With ``in_background``
+            also the failure of an earlier save, each failure once; then this save does not begin.
     """
-    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
-    with gc_paused(), job:
-        agreed = _agree(job, describe, ranks)
-        return _write_and_commit(job, agreed, ranks)
-
-
-def save_async(
-    path: str,
-    describe: Callable[[], Snapshot],
-    *,
-    ranks: Ranks,
-    run: RunInfo,
-    options: SaveOptions = _SAVE_DEFAULTS,
-    background: Background,
-    storage: Storage = _STORAGE,
-    plans: PlanCache | None = None,
-) -> Future[None]:
-    """Save like ``save``, with its arguments, but return when the state is copied to host memory.
-
-    Collective: every rank of ``ranks`` must call it, with the same path. Saves the values at the time of the call.
-    Waits until ``background`` has written the save before.
-
-    Args:
-        background: of this rank; it writes the save with ranks of its own.
-
-    Returns:
-        A future, done when the checkpoint is complete and durable on all ranks. If it is not awaited, the next
-        ``save_async`` or ``Background.settle`` raises its error. ``Background.notes`` has the notes of the snapshot at
-        once, and later the others.
-
-    Raises:
-        Exception: the failure of an earlier background save, on every rank, each failure once; then this save does not
-            begin. Otherwise as ``save`` does.
-    """
-    background.settle(ranks, before=path)
-    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
+    ranks, background = group.ranks, group.background
+    if in_background:
+        background.settle(ranks, before=path)
+    job = SaveJob(path, group, run, options, storage)
     with gc_paused(), ExitStack() as unfinished:
-        unfinished.enter_context(job)
-        agreed = _agree(job, describe, ranks)
-        background.note(job.notes)
-        job.notes = []
+        unfinished.callback(job.discard)
+        _agree(job, describe, ranks)
+        if not in_background:
+            _write_and_commit(job, ranks)
+            return None
         memory = background.memory()
-        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
+        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(memory), _nothing)
         with signals_deferred():  # so that exactly one thread owns the draft
-            saved = background.save(path, partial(_write_and_commit, job, agreed), memory)
+            saved = background.save(path, partial(_write_and_commit, job), memory)
             unfinished.pop_all()
         return saved
 
 
-def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
+def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> None:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
     if agreed is None:
         refuse = partial(refuse_differences, job.path)
         ranks.step(f"comparing replicas to save {job.path!r}", lambda: job.replicas, refuse)
         raise AssertionError("unreachable: refuse_differences raises")
+    job.agreed = agreed
     if len(agreed["groups"]) > 1:  # pipeline stages: the first rank of each reports its tables
-        phase = f"planning to save {job.path!r}"
-        agreed["tables"] = ranks.step(phase, lambda: job.group_table(agreed), job.join_tables)
-    return agreed
+        agreed["tables"] = ranks.step(f"planning to save {job.path!r}", job.group_table, job.join_tables)
 
 
-def _write_and_commit(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
-    with job:
-        ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), partial(job.commit, agreed))
-        return job.notes
+def _write_and_commit(job: SaveJob, ranks: Ranks) -> None:
+    try:
+        ranks.step(f"saving {job.path!r}", job.write, job.commit)
+    finally:
+        job.discard()
 
 
 class LoadState(Protocol):
@@ -366,12 +338,11 @@ def _nothing(reports: list[None]) -> None:
 _MARK = "_shardckpt_partly_loaded"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """The path of the failed load, and the hooks that refuse the object."""
 
     path: str
-    hooks: tuple[RemovableHandle, ...] = ()
+    hooks: list[RemovableHandle]
 
 
 @contextmanager
@@ -387,14 +358,14 @@ def mark_partly_loaded(
         path: of the checkpoint.
         is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
     """
-    new = [item for item in objects if _mark_of(item) is None]
+    new = [item for item in objects if _MARK not in vars(item)]
     for item in new:
-        object.__setattr__(item, _MARK, _Mark(path))
+        object.__setattr__(item, _MARK, _Mark(path, []))
     try:
         yield
     except BaseException:
         for item in new:
-            object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
+            vars(item)[_MARK].hooks.extend(_refuse_use(item, path))
         raise
     for item in objects if is_full else new:
         for hook in vars(item)[_MARK].hooks:
@@ -409,14 +380,8 @@ def check_loaded(objects: Iterable[nn.Module | Optimizer]) -> None:
         StateError: naming the class of the object and the path of the failed load.
     """
     for item in objects:
-        mark = _mark_of(item)
-        if mark is not None:
-            raise _refusal(item, mark.path)
-
-
-def _mark_of(item: nn.Module | Optimizer) -> _Mark | None:
-    mark = vars(item).get(_MARK)
-    return mark if isinstance(mark, _Mark) else None
+        if _MARK in vars(item):
+            raise _refusal(item, vars(item)[_MARK].path)
 
 
 def _refusal(item: nn.Module | Optimizer, path: str) -> StateError:

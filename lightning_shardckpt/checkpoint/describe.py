@@ -21,12 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
-from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.format.value_checks import shown
@@ -54,23 +53,6 @@ WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
 Keep: TypeAlias = Callable[[str, Any], bool]
-
-
-@dataclass(slots=True)
-class SaveGroup:
-    """The ranks that save and load together, their pending save, and what saves keep for the next one.
-
-    Attributes:
-        ranks: the ranks.
-        background: writes asynchronous saves, and does what follows saves.
-        members: their ranks in the default process group; None if they are all its ranks, in order.
-        plans: of the last save.
-    """
-
-    ranks: Ranks = field(default_factory=Ranks.alone)
-    background: Background = field(default_factory=lambda: Background(Ranks.alone()))
-    members: tuple[int, ...] | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
 
 
 def run_info(state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:

@@ -14,16 +14,16 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_shardckpt import errors
-from lightning_shardckpt.compat.torch_distributed import PrefixStore, Store, get_if_set, put_bytes
+from lightning_shardckpt.compat.torch_distributed import PrefixStore, get_if_set, put_bytes
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
-from lightning_shardckpt.distributed.world import World, current_world, watch_run
+from lightning_shardckpt.distributed.world import World, current_world
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
 from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import list_some
@@ -36,36 +36,6 @@ _PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a s
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
 _KEYS = 512  # in a request
 _LISTED = 32  # ranks in a message
-
-
-# ── errors as JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class ErrorReport(TypedDict):
-    """An error of a rank, which other ranks can raise."""
-
-    type: str
-    message: str
-    errno: int | None
-
-
-def report_error(error: BaseException) -> ErrorReport:
-    """Return an error of any class as a report."""
-    try:
-        message = str(error)
-    except Exception:  # a user's class whose __str__ raises
-        message = "(it has no message)"
-    return {"type": type(error).__name__, "message": message, "errno": getattr(error, "errno", None)}
-
-
-def rebuild_error(report: ErrorReport, message: str) -> Exception:
-    """Return an exception of the reported class if that is a ShardCkptError or an OSError, else a RankError."""
-    cls = getattr(errors, report["type"], None) or getattr(builtins, report["type"], None)
-    if isinstance(cls, type) and issubclass(cls, ShardCkptError | OSError):
-        if not issubclass(cls, ShardCkptError) and report["errno"] is not None:
-            return cls(report["errno"], message)
-        return cls(message)
-    return RankError(message)
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,11 +51,11 @@ class Ranks:
         members: the ranks of this object's processes among them.
         timeout_s: of each step.
         name: of this instance, the same on all ranks.
-        tuning: intervals and waits.
 
     Attributes:
         rank: of this process, by the order of members.
         world: the number of members.
+        tuning: intervals and waits.
         is_background: True if another thread than the main one takes the steps.
     """
 
@@ -98,10 +68,11 @@ class Ranks:
         name: str = "",
         tuning: Tuning = TUNING,
     ) -> None:
-        self.rank, self.world = 0 if watched is None else members.index(watched.rank), len(members)
-        self._watched, self._members, self._timeout_s, self._tuning = watched, members, timeout_s, tuning
-        self._store = None if watched is None else PrefixStore(f"shardckpt-{name}", watched.store)
-        self.is_background = False
+        self.rank, self.world, self._is_alone = 0, len(members), watched is None
+        self._members, self._timeout_s, self.tuning, self.is_background = members, timeout_s, tuning, False
+        if watched is not None:
+            self.rank, self._watched = members.index(watched.rank), watched
+            self._store = PrefixStore(f"shardckpt-{name}", watched.store)
         self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
 
     @classmethod
@@ -123,14 +94,6 @@ class Ranks:
         name = f"{group.group_name}-{next(_instances[group.group_name])}"
         return cls(current_world(), dist.get_process_group_ranks(group), timeout_s, name=name, tuning=tuning)
 
-    def watch(self) -> AbstractContextManager[None]:
-        """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
-
-        Raises:
-            RankError: naming the lost rank, at the latest at the end of the context; see `watch_run`.
-        """
-        return watch_run(self._tuning)
-
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
@@ -151,34 +114,29 @@ class Ranks:
             Exception: on every rank if any rank failed: of the class that the first failing rank raised, if that is
                 an error of this package or of the operating system, else RankError. The message names the rank.
         """
-        if self._store is None:
+        if self._is_alone:
             return lead([work()])
         store, self._count = self._store, self._count + 1
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        text, cause = _call(lambda: {"value": work(), "phase": phase}, phase)
+        text, cause = _call(lambda: {"value": work(), "phase": phase})
         put_bytes(store, f"{self._count}/{self.rank}", text)
         if self.rank == 0:
-            text, failure = _call(lambda: self._answer(store, phase, lead, timeout_s), phase)
+            text, failure = _call(lambda: self._answer(phase, lead, timeout_s))
             put_bytes(store, f"{self._count}/answer", text)
             if self._answered:
                 store.delete_key(f"{self._answered}/answer")  # all have read it, since they have all come to this step
             self._answered, cause = self._count, cause or failure
         else:
-            text = self._wait_for_answer(store, phase, timeout_s)
+            text = self._wait_for_answer(phase, timeout_s)
         answer = json.loads(text)
         store.delete_key(f"{self._count}/{self.rank}")  # which says that this rank has read the answer
-        if "error" in answer:
-            self.wait_until_read(self._tuning.error_delivery_s)  # the error may end this process, which keeps the store
+        if "error" not in answer:
+            result: R = answer["value"]
+            return result
+        self.wait_until_read(self.tuning.error_delivery_s)  # the error may end this process, which keeps the store
         if cause is not None and not isinstance(cause, Exception):
             raise cause
-        if "error" in answer:
-            ranks = answer.get("ranks", [0])
-            also = f" (and rank(s) {_ranks_text(ranks[1:])})" if ranks[1:] else ""
-            report: ErrorReport = answer["error"]
-            message = f"rank {ranks[0]}{also} failed while {phase}: {report['type']}: {report['message']}"
-            raise rebuild_error(report, message) from cause
-        result: R = answer["value"]
-        return result
+        raise _rebuild(answer["error"], answer.get("ranks", [0]), phase) from cause
 
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
@@ -186,19 +144,18 @@ class Ranks:
         Not collective. Called at the end of a run; at exit, the world waits for all ranks. Waits the whole time if a
         rank's process on another host is gone.
         """
-        store, deadline = self._store, time.monotonic() + timeout_s
-        if store is None or self.rank != 0:
-            return
+        deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
-            for rank in range(1, self.world):
-                while store.check([f"{self._answered}/{rank}"]) and rank not in self._gone():
+            for rank in range(1, self.world if self.rank == 0 else 1):
+                while self._store.check([f"{self._answered}/{rank}"]) and self._members[rank] not in self._watched.gone:
                     if time.monotonic() >= deadline:
                         return
-                    time.sleep(self._tuning.rank_longest_poll_s)
+                    time.sleep(self.tuning.rank_longest_poll_s)
+                    self._watched.look()
 
-    def _answer(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
+    def _answer(self, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
         """Wait on rank 0 for the reports of all ranks, and return the answer to them."""
-        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
+        store, keys = self._store, [f"{self._count}/{rank}" for rank in range(self.world)]
         absent = list(keys)
 
         def are_present() -> bool | None:
@@ -206,7 +163,7 @@ class Ranks:
                 del absent[:_KEYS]
             return None if absent else True
 
-        if self._wait(store, are_present, timeout_s, phase) is None:
+        if self._wait(are_present, timeout_s, phase) is None:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise RankError(
                 f"rank(s) {_ranks_text(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
@@ -224,11 +181,11 @@ class Ranks:
             raise MismatchError(f"the ranks are in different calls: {', '.join(calls.values())}")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _wait_for_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
+    def _wait_for_answer(self, phase: str, timeout_s: float) -> bytes:
         """Wait for rank 0, which has the time for its own work, then for that of others, then to lead."""
-        look = partial(get_if_set, store, f"{self._count}/answer")
+        look = partial(get_if_set, self._store, f"{self._count}/answer")
         try:
-            if (text := self._wait(store, look, _PARTS * timeout_s + self._tuning.rank_grace_s, phase)) is not None:
+            if (text := self._wait(look, _PARTS * timeout_s + self.tuning.rank_grace_s, phase)) is not None:
                 return text
             problem = f"within {_PARTS} * {timeout_s:g} s: it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
@@ -237,7 +194,7 @@ class Ranks:
             problem = f"any more: it died, and the store with it: {error}"
         raise RankError(f"rank {self.rank} got no answer from rank 0 while {phase}, {problem}")
 
-    def _wait(self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
+    def _wait(self, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
         Looks whether a rank is lost, or waits for this one elsewhere. The more ranks poll, the longer each pauses:
@@ -246,42 +203,69 @@ class Ranks:
         """
         seen, polling = set[str](), self.world if self.rank else 1
         began = checked_at = now = time.monotonic()
-        shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
-        longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
+        shortest = max(self.tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
+        longest = max(self.tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
         while (value := look()) is None and now - began < timeout_s:  # store.wait prints warnings when it times out
-            if self._watched is not None and (lost := self._watched.lost) is not None:
+            if (lost := self._watched.lost) is not None:
                 raise RankError(lost)
-            if now - checked_at >= self._tuning.host_look_s:
+            if now - checked_at >= self.tuning.host_look_s:
                 checked_at = now
-                self._answer_for_gone_ranks(store)
+                self._answer_for_gone_ranks()
                 if not self.is_background:
                     look_for_notices(phase, self._members, seen)
             time.sleep(min(max(shortest, (now - began) / 20), longest))
             now = time.monotonic()
         return value
 
-    def _gone(self) -> dict[int, str]:
-        """Return the ranks that have ended, each with the error that ended it, if it has told, or a sentence."""
-        world = self._watched
-        assert world is not None
-        world.look()
-        return {rank: world.lost or world.gone[own] for rank, own in enumerate(self._members) if own in world.gone}
-
-    def _answer_for_gone_ranks(self, store: Store) -> None:
-        """Report an error for each rank whose process is gone; for rank 0 also write its answer."""
-        for rank, reason in self._gone().items():
-            text = _json({"error": report_error(RankError(reason)), "ranks": [rank], "phase": ""})
-            for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
-                if not store.check([key]):
-                    put_bytes(store, key, text)
+    def _answer_for_gone_ranks(self) -> None:
+        """Report, for each rank that has ended, the error that ended it; for rank 0 also write its answer."""
+        self._watched.look()
+        for rank, member in enumerate(self._members):
+            if (reason := self._watched.gone.get(member)) is not None:
+                text = _json({"error": _report(RankError(self._watched.lost or reason)), "ranks": [rank]})
+                for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
+                    if not self._store.check([key]):
+                        put_bytes(self._store, key, text)
 
 
-def _call(work: Callable[[], dict[str, Any]], phase: str) -> tuple[bytes, BaseException | None]:
+# ── errors and results as JSON ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _call(work: Callable[[], dict[str, Any]]) -> tuple[bytes, BaseException | None]:
     """Return the result of ``work`` as JSON, or its error in place of a result, and the error."""
     try:
         return _json(work()), None
     except BaseException as error:
-        return _json({"error": report_error(error), "phase": phase}), error
+        return _json({"error": _report(error)}), error
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _report(error: BaseException) -> tuple[str, str, int | None]:
+    """Return class, message and number of an error of any class."""
+    try:
+        message = str(error)
+    except Exception:  # a user's class whose __str__ raises
+        message = "(it has no message)"
+    return type(error).__name__, message, getattr(error, "errno", None)
+
+
+def _rebuild(report: tuple[str, str, int | None], ranks: list[int], phase: str) -> Exception:
+    """Return an exception of the reported class if that is a ShardCkptError or an OSError, else a RankError."""
+    kind, message, number = report
+    also = f" (and rank(s) {_ranks_text(ranks[1:])})" if ranks[1:] else ""
+    message = f"rank {ranks[0]}{also} failed while {phase}: {kind}: {message}"
+    cls = getattr(errors, kind, None) or getattr(builtins, kind, None)
+    if not (isinstance(cls, type) and issubclass(cls, ShardCkptError | OSError)):
+        return RankError(message)
+    return cls(message) if number is None or issubclass(cls, ShardCkptError) else cls(number, message)
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
+    return f"[{list_some([*map(str, ranks)], _LISTED)}]"
 
 
 def refuse_unusable_world(ranks: Ranks) -> None:
@@ -292,22 +276,11 @@ def refuse_unusable_world(ranks: Ranks) -> None:
     Raises:
         RankError: on every rank.
     """
-    if ranks.world == 1:
-        return
-    every: list[bool] = ranks.step("beginning a run", lambda: current_world().is_usable, lambda rows: rows)
-    if not all(every):
-        waited = [rank for rank, is_usable in enumerate(every) if not is_usable]
+    phase, unusable = "beginning a run", lambda: ranks.world > 1 and not current_world().is_usable
+    waited: list[int] = ranks.step(phase, unusable, lambda rows: [rank for rank, row in enumerate(rows) if row])
+    if waited:
         raise RankError(
             f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited)} in a "
             "collective that another rank never entered, because it had failed alone. The connections of the process "
             "group are of no use after that: start the processes again, from the last checkpoint"
         )
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode()
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
-    return f"[{list_some([*map(str, ranks)], _LISTED)}]"

@@ -2,16 +2,16 @@
 
 NCCL does not notice that a peer is gone: the others would wait in a collective until the timeout of the process group.
 So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
-next living process of its host still lives, and which reports there are in the store: of a dead process, of a rank that
+processes of its host still live, and which reports there are in the store: of a dead process, of a rank that
 ends with an uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the
 same run. The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log
 it, and abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout
 of the process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so
-is a machine whose processes no other rank sees: the launcher ends the job then.
+is a machine whose processes no other rank sees: the launcher ends the job then. Processes are looked up in Linux's
+/proc; without it, all count as alive.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
-epoch, which can't end without it, reports that. Processes are looked up in Linux's /proc; without it, all count as
-alive.
+epoch, which can't end without it, reports that.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ class World:
         self._processes = list[tuple[int, int, str]]()  # of this host: rank, process and its start time
         self._reports = dict[int, _Report]()  # by number in the store; 0 is this rank's own
         self._host = f"host/{host_id()}"
-        self._number = store.add(self._host, 1)
         process = json.dumps([rank, os.getpid(), start_time(os.getpid())])
-        put_bytes(store, f"{self._host}/{self._number}", process.encode())
+        put_bytes(store, f"{self._host}/{store.add(self._host, 1)}", process.encode())
         self._run = self._run_count = 0  # 0 between runs
         self._epochs_over = 0  # in this run; a trial run and the run after it have epochs of the same number
         self._logged: str | None = None
@@ -126,9 +125,10 @@ class World:
     # --- the life of a rank ---
 
     def watch(self, tuning: Tuning) -> None:
-        """Watch the other ranks of the default process group until it is destroyed, or the end.
+        """Watch the other ranks until this process ends, or the default process group is destroyed.
 
-        A later call changes the times. Does nothing if the system can start no more threads.
+        The log and `raise_if_lost` report a lost rank; an uncaught exception is reported to the other ranks. A later
+        call changes the times. Does nothing if the system can start no more threads. Every rank must call it.
         """
         self.tuning = tuning
         if not self._running.locked() and not self._has_left:
@@ -156,13 +156,8 @@ class World:
         try:
             yield
         except BaseException as error:
-            is_collective = is_collective_failure(error)
-            lost = self.find_lost() if is_collective else self.lost
-            if lost is None:
-                with suppress(RuntimeError):  # the store's: it is gone
-                    self._report(self.rank, self._run, _failure_text(error))
-            if lost is not None or is_collective:
-                self.is_usable = False
+            lost = self._report_failure(error, self._run)
+            self.is_usable &= lost is None and not is_collective_failure(error)
             if lost is not None and isinstance(error, Exception) and not isinstance(error, ShardCkptError):
                 raise RankError(lost) from error
             raise
@@ -193,8 +188,8 @@ class World:
             self._thread.join(_LEAVING_S)
         deadline = time.monotonic() + self.tuning.watch_s + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
-            if error is not None and (self.find_lost() if is_collective_failure(error) else self.lost) is None:
-                self._report(self.rank, 0, _failure_text(error))
+            if error is not None:
+                self._report_failure(error, 0)
             self._leave()
             while self.rank == 0 and len(self.gone) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(self.tuning.look_again_s)
@@ -213,6 +208,14 @@ class World:
 
     def _report(self, rank: int | None, run: int, text: str | None) -> None:
         put_bytes(self.store, f"report/{self.store.add('reports', 1)}", json.dumps([rank, run, text]).encode())
+
+    def _report_failure(self, error: BaseException, run: int) -> str | None:
+        """Return the sentence of the lost rank that may have caused an error; if there is none, report the error."""
+        lost = self.find_lost() if is_collective_failure(error) else self.lost
+        if lost is None:
+            with suppress(RuntimeError):  # the store's: it is gone
+                self._report(self.rank, run, f"failed: {type(error).__name__}: {one_line(str(error))}")
+        return lost
 
     # --- other ranks ---
 
@@ -243,15 +246,10 @@ class World:
                     self._report(None, self._run, unequal_batches_text(epoch, rank, batches, self.rank, begun))
 
     def _ended_processes(self) -> dict[int, int]:
-        """Return the ids of the processes by rank that have ended, from this one's successor to the next that lives."""
+        """Return the ids of this host's processes that have ended, by rank."""
         while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
             self._processes.append(tuple(json.loads(entry)))
-        ended = dict[int, int]()
-        for rank, pid, started in self._processes[self._number :] + self._processes[: self._number - 1]:
-            if not started or start_time(pid) == started:
-                break
-            ended[rank] = pid
-        return ended
+        return {rank: pid for rank, pid, started in self._processes if started and start_time(pid) != started}
 
     def find_lost(self) -> str | None:
         """Return the sentence of ``lost``, or that of a rank whose report is there, or whose process has ended.
@@ -286,20 +284,18 @@ class World:
                     self._reports[0] = _Report(None, 0, self.gone.get(0) or f"{keeper}: {one_line(str(error))}", 0.0)
             if self.gone.get(0) == _LEFT and all(report.text is None for report in self._reports.values()):
                 return  # the store may go with rank 0
-            if self.lost not in (None, self._logged):
-                self._log_lost()  # the main thread may wait in gloo, which can't be aborted
+            if self._log_lost():  # the main thread may wait in gloo, which can't be aborted
                 abort_accelerators()
             if self._first_report(0) is not None:
                 return
 
-    def _log_lost(self) -> None:
-        if (lost := self.lost) not in (None, self._logged):
-            self._logged = lost
-            _log.error("%s", lost)
-
-
-def _failure_text(error: BaseException) -> str:
-    return f"failed: {type(error).__name__}: {one_line(str(error))}"
+    def _log_lost(self) -> bool:
+        """Log the lost rank, if there is one; return False if it was logged before."""
+        if (lost := self.lost) in (None, self._logged):
+            return False
+        self._logged = lost
+        _log.error("%s", lost)
+        return True
 
 
 def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun: int) -> str:
@@ -331,39 +327,18 @@ def current_world() -> World:
     return _worlds[group][0]
 
 
-def _known_world() -> World | None:
-    """Return the world of the default process group if this package has used it."""
-    group = dist.group.WORLD
-    return _worlds[group][0] if group is not None and group in _worlds else None
-
-
-def watch_world(tuning: Tuning = TUNING) -> None:
-    """Watch the other ranks of the default process group until this process ends, or the group is destroyed.
-
-    Every rank must call it; later calls only change the times. `raise_if_lost` and the log report a lost rank. An
-    uncaught exception is reported to the other ranks.
-    """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        current_world().watch(tuning)
-
-
 def watch_run(tuning: Tuning = TUNING) -> AbstractContextManager[None]:
     """Return the context of a run of all ranks, as `World.run`, in which they are watched; every rank must enter it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return nullcontext()
-    watch_world(tuning)
+    current_world().watch(tuning)
     return current_world().run()
-
-
-def note_batch(epoch: int, batches: int) -> None:
-    """Note how many batches of an epoch this rank has begun; without communication."""
-    if (world := _known_world()) is not None:
-        world.batch = epoch, batches
 
 
 def raise_if_lost() -> None:
     """Raise a RankError if a rank is lost; called by loops that wait for other ranks."""
-    if (world := _known_world()) is not None and (lost := world.lost) is not None:
+    group = dist.group.WORLD
+    if group is not None and group in _worlds and (lost := _worlds[group][0].lost) is not None:
         raise RankError(lost)
 
 

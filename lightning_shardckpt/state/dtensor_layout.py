@@ -30,7 +30,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     Raises:
         StateError: for a ``Partial`` placement, and for placements that no layout describes.
     """
-    return _layout(*_sharding(tensor), tensor.ndim) if isinstance(tensor, DTensor) else REPLICATED
+    return _layout(*_sharding(tensor), len(dtensor.shape_of(tensor))) if isinstance(tensor, DTensor) else REPLICATED
 
 
 def _sharding(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -23,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_runs import ScriptLauncher, intercept_ckpt_path
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import watch_run
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder
@@ -72,7 +73,7 @@ class JoiningLauncher(ScriptLauncher):
 
         undo = intercept_ckpt_path(trainer, resolve, keep)
         try:
-            with ranks.watch():
+            with watch_run(ranks.tuning):
                 return function(*call.args, **call.kwargs)
         finally:
             undo()

@@ -32,7 +32,7 @@ from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_runs import init_process_group, refuse_stored_metrics
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.distributed.world import watch_world
+from lightning_shardckpt.distributed.world import current_world
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
@@ -244,7 +244,8 @@ class MeshStrategy:
         init_process_group(self.cluster_environment, self.root_device, timeout_s=self._timeout_s)
         assert dist.group.WORLD is not None
         self._group = ref(dist.group.WORLD)
-        watch_world(self.tuning)
+        if size > 1:
+            current_world().watch(self.tuning)
 
     def _new_meshes(self) -> Meshes:
         topology = resolve_topology(self.world_size, **self.axis_sizes)

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T")
@@ -34,19 +34,19 @@ def signals_deferred() -> Iterator[None]:
 
     Replaces the handlers instead of blocking the signals, since another thread could receive a blocked signal.
     """
-    received, handlers = list[int](), {number: signal.getsignal(number) for number in _INTERRUPTS}
+    received = list[int]()
+    handlers = {number: handler for number in _INTERRUPTS if callable(handler := signal.getsignal(number))}
     if threading.current_thread() is not threading.main_thread():
         handlers.clear()
     try:
-        for number in [number for number, handler in handlers.items() if callable(handler)]:
-            signal.signal(number, lambda number, frame: received.append(number))
+        for signum in handlers:
+            signal.signal(signum, lambda number, frame: received.append(number))
         yield
     finally:
-        for number, handler in handlers.items():
-            if callable(handler):
-                signal.signal(number, handler)
-        for received_number in received:
-            signal.raise_signal(received_number)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def cores_per_rank() -> int:
@@ -75,8 +75,8 @@ def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]
     """Do all tasks in the calling thread and others; return when every thread has ended.
 
     The first error counts, including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped. It
-    is raised after every thread has ended, even if that wait is interrupted: the caller may free files and memory that
-    the threads use.
+    is raised after every thread has ended, since the caller may free files and memory that the threads use. An
+    interrupt of that wait is raised after it.
 
     Args:
         tasks: begun in this order; one thread at a time takes the next one.
@@ -101,51 +101,29 @@ def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]
         except BaseException as error:
             failures.append(error)
 
-    def work_and_release(running: threading.Lock) -> None:
-        work()
-        running.release()
-
-    others = list[tuple[threading.Thread, threading.Lock]]()
+    others = [threading.Thread(target=work, name=name) for _ in range(threads - 1)]
     try:
-        for _ in range(threads - 1):
-            running = threading.Lock()
-            running.acquire()  # until the work is done
-            thread = threading.Thread(target=work_and_release, args=(running,), name=name)
-            others.append((thread, running))
+        for thread in others:
             start_thread(thread)
         work()
     except BaseException as error:  # an interrupt, or a lack of threads
         failures.append(error)
-    for thread, running in others:
-        while thread.ident is not None and running.locked():
-            try:  # `join` alone is not enough: when interrupted, it regards the thread as ended (Python 3.11)
-                with running:
-                    pass
-            except BaseException as error:
-                failures.append(error)
-        if thread.ident is not None:
-            thread.join()
-    if failures:
-        try:
+    try:
+        with signals_deferred():  # when interrupted, `join` regards the thread as ended (Python 3.11)
+            for thread in others:
+                if thread.ident is not None:
+                    thread.join()
+        if failures:
             raise failures[0]
-        finally:
-            failures.clear()  # their tracebacks hold references to the threads' memory
+    finally:
+        failures.clear()  # their tracebacks hold references to the threads' memory
 
 
 # ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class PendingWriter(Protocol):
-    """A background writer."""
-
-    def drain(self) -> None:
-        """Wait until all queued work is done; raises nothing. Not collective."""
-
-    def forget(self) -> None:
-        """Drop the queue in a forked child: the parent process does the work."""
-
-
-WRITERS: WeakSet[PendingWriter] = WeakSet()
+WRITERS: WeakSet[Any] = WeakSet()
+"""Background writers: ``drain`` waits for their work, ``forget`` drops it in a forked child, whose parent does it."""
 
 
 def drain_all() -> None:

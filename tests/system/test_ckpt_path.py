@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import save
-from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
-from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
@@ -30,7 +30,7 @@ def saved(path: Path, step: int, *, weights_only: bool = False) -> str:
     content: dict[str, Any] = {"state_dict": {"a": torch.full((3,), float(step))}, "global_step": step}
     if not weights_only:
         content["optimizer_states"] = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
-    save(str(path), lambda: snapshot(content), ranks=Ranks.alone(), run=RunInfo(step), options=SaveOptions(1))
+    save(str(path), lambda: snapshot(content), SaveGroup(), run=RunInfo(step))
     return str(path)
 
 

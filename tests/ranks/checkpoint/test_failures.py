@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint import load, load_full, save, save_async
+from lightning_shardckpt.checkpoint.background import Background, SaveGroup
+from lightning_shardckpt.checkpoint.checkpoint import load, load_full, save
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -70,6 +70,7 @@ class Scene:
         self.folder, self.storage = folder, Gated()
         self.ranks, of_thread = (Ranks.of_default_group(TIMEOUT_S, tuning=Tuning(host_look_s=0.1)) for _ in range(2))
         self.background = Background(of_thread)
+        self.group = SaveGroup(self.ranks, self.background)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.tensor = distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)])
         self.list = [0]
@@ -85,9 +86,7 @@ class Scene:
     def save(self, name: str, step: int) -> Any:
         self.fill(step)
         path, common = f"{self.folder}/{name}.ckpt", {"run": RunInfo(step), "options": SaveOptions(1.0)}
-        done = save_async(
-            path, self.describe, ranks=self.ranks, background=self.background, storage=self.storage, **common
-        )
+        done = save(path, self.describe, self.group, storage=self.storage, in_background=True, **common)
         self.fill(-1)  # training goes on
         return done
 
@@ -98,7 +97,7 @@ class Scene:
             return self.describe()
 
         path, common = f"{self.folder}/{name}.ckpt", {"run": RunInfo(step), "options": SaveOptions(1.0)}
-        save(path, describe, ranks=self.ranks, storage=self.storage, **common)
+        save(path, describe, self.group, storage=self.storage, **common)
 
     def load(self, name: str) -> None:
         leaves, _ = model_leaves({"a": self.tensor})
@@ -116,7 +115,7 @@ class Scene:
     def remove(self, name: str) -> None:
         path = f"{self.folder}/{name}.ckpt"
         if dist.get_rank() == 0:  # as Lightning does
-            self.background.remove(path, lambda: self.storage.remove(path))
+            self.background.follow(path, lambda: self.storage.remove(path), "not removed", at_once=True)
 
     def stored(self, name: str) -> list[float]:
         try:

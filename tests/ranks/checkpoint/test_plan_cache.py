@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lightning_shardckpt.checkpoint.background import PlanCache, SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
-from lightning_shardckpt.checkpoint.save_job import LastResult, PlanCache, RunInfo, SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
@@ -28,24 +29,22 @@ def content(path: str) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name.endswith("safetensors") or "state" in name}
 
 
-class Counting(LastResult[Any, Any]):
-    """Counts the results that were made."""
+class Counting(PlanCache):
+    """Counts the plans that were made."""
 
-    made = 0
+    made, last = 0, None
 
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        def counted() -> Any:
-            self.made += 1
-            return make()
-
-        return super().get(key, counted)
+    def get(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        found = super().get(make, *arguments)
+        if isinstance(found, dict) and found is not self.last:  # of files; the other result is a digest
+            self.made, self.last = self.made + 1, found
+        return found
 
 
 def saves(folder: str) -> list[Any]:
     """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks, counting, found = Ranks.of_default_group(), Counting(), []
-    plans = PlanCache(plan=counting)
+    group, found = SaveGroup(Ranks.of_default_group(), plans=(counting := Counting())), []
     cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
     rest: dict[str, Any] = {"global_step": 1}
@@ -87,10 +86,9 @@ def saves(folder: str) -> list[Any]:
         change()
         path, oracle = f"{folder}/{number_of}.ckpt", f"{folder}/{number_of}-oracle.ckpt"
         planned = []
-        for to, kept in ((path, plans), (oracle, None)):
-            known = counting.made
-            how: Any = {"ranks": ranks, "run": RunInfo(1), "options": SaveOptions(size), "plans": kept}
-            save(to, lambda: snapshot({**rest, "state_dict": state}), **how)
+        for to, of in ((path, group), (oracle, SaveGroup(group.ranks))):
+            known, options = counting.made, SaveOptions(size)
+            save(to, lambda: snapshot({**rest, "state_dict": state}), of, run=RunInfo(1), options=options)
             planned.append(counting.made > known)
         dist.barrier()
         intact = not verify(path).findings

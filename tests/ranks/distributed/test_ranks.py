@@ -273,14 +273,15 @@ def test_ranks_in_different_calls_learn_who_is_where(quick_store: Callable[[], A
 
 def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
     from lightning_shardckpt.checkpoint import checkpoint
-    from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
+    from lightning_shardckpt.checkpoint.background import SaveGroup
+    from lightning_shardckpt.checkpoint.save_job import RunInfo
     from lightning_shardckpt.state.snapshot import Snapshot
 
     ranks = Ranks.of_default_group(30)
     mine = f"{path}-{ranks.rank}" if what == "path" else path
     run_info = RunInfo(step=ranks.rank if what == "step" else 0)
     try:
-        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), ranks=ranks, run=run_info, options=SaveOptions(1))
+        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), SaveGroup(ranks), run=run_info)
     except Exception as error:
         return type(error).__name__, str(error), os.listdir(os.path.dirname(path))
     return "", "", []

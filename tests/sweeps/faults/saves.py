@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.consolidate import consolidate
@@ -61,7 +62,7 @@ def save_step(path: str, step: int, ranks: Ranks, *, sync_files: bool = True) ->
     """Collective: every rank of ``ranks`` must call it."""
     state, storage = of_rank(step, ranks), LocalStorage(sync_files=sync_files)
     options = SaveOptions(SIZE_PER_SHARD)
-    save(path, lambda: snapshot(state), ranks=ranks, run=RunInfo(step), options=options, storage=storage)
+    save(path, lambda: snapshot(state), SaveGroup(ranks), run=RunInfo(step), options=options, storage=storage)
 
 
 def equal(a: Any, b: Any) -> bool:

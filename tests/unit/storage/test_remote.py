@@ -17,10 +17,10 @@ import torch
 
 import lightning_shardckpt
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
+from lightning_shardckpt.checkpoint.background import SaveGroup
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
@@ -50,8 +50,8 @@ def url(tmp_path: Path) -> str:
 
 def save(url: str, value: float, step: int = 1, **options: Any) -> list[str]:
     state = {"state_dict": {"a": torch.full((5_000,), value)}, "optimizer_states": OPTIMIZERS, "global_step": step}
-    common: dict[str, Any] = {"ranks": Ranks.alone(), "run": RunInfo(step), "options": SaveOptions(1), **options}
-    return checkpoint.save(url, lambda: snapshot(state), **common)
+    checkpoint.save(url, lambda: snapshot(state), group := SaveGroup(), run=RunInfo(step), **options)
+    return group.background.notes()
 
 
 def load(url: str, **options: Any) -> float:

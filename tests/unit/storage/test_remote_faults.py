@@ -14,8 +14,8 @@ from torch import nn
 
 import lightning_shardckpt
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
-from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.checkpoint.background import SaveGroup
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
@@ -44,10 +44,8 @@ def storage(s3: Bucket, proxy: Proxy) -> StorageRouter:
 def save(storage: StorageRouter, url: str, value: float) -> list[str]:
     """A checkpoint of 6 MB, whose tensors are all of one value."""
     state = {"state_dict": {"a": torch.full((LENGTH,), value), "b": torch.full((3,), value)}, "global_step": 1}
-    run_info = RunInfo(int(value))
-    return checkpoint.save(
-        url, lambda: snapshot(state), ranks=Ranks.alone(), run=run_info, options=SaveOptions(100), storage=storage
-    )
+    checkpoint.save(url, lambda: snapshot(state), group := SaveGroup(), run=RunInfo(int(value)), storage=storage)
+    return group.background.notes()
 
 
 def load(storage: StorageRouter, url: str) -> float:

@@ -167,10 +167,10 @@ def saved_by_a_handler(order: list[str]) -> list[str]:
     """A signal comes while a save is being queued, and its handler saves, too, as SLURM's of Lightning does."""
     writer = Background(Ranks.alone())
 
-    def save(path: str) -> Future[list[str]]:
-        return writer.save(path, lambda ranks: [path], HostMemory())
+    def save(path: str) -> Future[None]:
+        return writer.save(path, lambda ranks: writer.note([path]), HostMemory())
 
-    saves = list[Future[list[str]]]()
+    saves = list[Future[None]]()
     signal.signal(signal.SIGUSR1, lambda number, frame: saves.append(save(order[1])))
 
     really_start = threading.Thread.start
