@@ -25,7 +25,7 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
-from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like
+from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
 from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of, parameter_names
@@ -421,26 +421,24 @@ def _plan(
     """Allocate missing tensors, read non-tensor state, and plan the reads."""
     rows = match.rows if live.has_model else ()
     tensors = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
-    hooked, new, allocated = None, list[ReadTarget](), list[ReadTarget]()
+    hooked, new = None, list[ReadTarget]()
     if match.is_hooked and live.has_model:
         hooked, new = _allocate_for_hooks(match, source, live)
     filled = [] if hooked is not None else [*tensors]
     others = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
     owners = Counter(map(_memory, (*others, *(tensor for one in optimizers for tensor in one.live_tensors()))))
-    for optimizer in optimizers:
-        check = partial(source.checked_shape, "optimizer")
-        in_place, beside = optimizer.tensors(lambda tensor: owners[_memory(tensor)] == 1, check)
-        filled += [ReadTarget("optimizer", key, tensor) for key, tensor in in_place]
-        allocated += [ReadTarget("optimizer", key, tensor) for key, tensor in beside]
+    check = partial(source.checked_shape, "optimizer")
+    for found in (one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers):
+        filled += [ReadTarget("optimizer", key, tensor) for key, tensor in found]
     values = source.document("model") or {} if live.has_model else {}
     extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
     trainer, of_trainer = _read_trainer(source, live, match.elsewhere, pick_rank)
     requested = live.trainer_tensors  # some may be in JSON
     of_user = [ReadTarget("trainer", key, tensor) for key, tensor in requested.items()]
     new += [ReadTarget("trainer", key, one) for key, one in of_trainer.items() if one is not requested.get(key)]
-    _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user, *allocated))
+    _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user))
     of_user = [one for one in of_user if of_trainer.get(one.key) is one.tensor]
-    read = plan_reads(source, [*filled, *of_user, *allocated, *new])
+    read = plan_reads(source, [*filled, *of_user, *new])
     return LoadJob(comparison, read, optimizers, trainer, extra_state, hooked)
 
 
@@ -488,7 +486,8 @@ def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:
         if type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta and local.is_contiguous():
             continue  # a fast path: nearly all have contiguous memory of their own
         refuse_compound(tensor, name := f"{component}/{key}")
-        if local.is_meta or is_expanded(local):
+        is_expanded = any(n > 1 and not stride for n, stride in zip(local.shape, local.stride(), strict=True))
+        if local.is_meta or (is_expanded and not local.is_contiguous()):
             names[name] = None
     if names:
         raise StateError(

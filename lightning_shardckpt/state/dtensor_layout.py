@@ -118,13 +118,6 @@ def is_like(value: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a tensor share memory, as after ``Tensor.expand``."""
-    if tensor.is_contiguous():
-        return False
-    return any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a tensor on this rank, each with the view of local memory that holds it."""
     local = local_tensor(tensor)

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -181,8 +181,6 @@ def _name(param: str | int) -> str:
 
 # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Keyed: TypeAlias = tuple[str, torch.Tensor]
-"""A tensor with the key under which it is stored."""
 _OF_SCHEDULERS = "initial_lr"
 _OF_ANY_CLASS = {
     *("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", _OF_SCHEDULERS),
@@ -292,7 +290,7 @@ class OptimizerLoad:
 
     def tensors(
         self, is_alone: Callable[[torch.Tensor], bool], check: Callable[[str], object]
-    ) -> tuple[list[Keyed], list[Keyed]]:
+    ) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to fill, with their stored keys: live state that fits, and new memory.
 
         All are sharded like their parameters. Nothing live changes yet. Parameters that are tied only in the checkpoint
@@ -302,26 +300,23 @@ class OptimizerLoad:
             is_alone: whether a tensor shares its memory with no other.
             check: raises an error if the files cannot contain a stored tensor, which is about to get memory.
         """
-        live, new = list[Keyed](), list[Keyed]()
+        tensors = list[tuple[str, torch.Tensor]]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
             for row in self._loaded:
                 param, state = row.param, self._optimizer.state.get(row.param, {})
                 for name, key in self._stored.tensors.get(row.stored[0], {}).items():
-                    spec, current, place = self._stored.specs[key], state.get(name), new
+                    spec, current = self._stored.specs[key], state.get(name)
                     dtype = self._dtype(spec.dtype, row)
                     if spec.shape == shape_of(param):
-                        if current is not None and is_like(current, param, dtype) and is_alone(current):
-                            tensor, place = current, live
-                        else:
-                            tensor = new_like(param, dtype)
+                        fits = current is not None and is_like(current, param, dtype) and is_alone(current)
+                        row.filled[name] = current if fits else new_like(param, dtype)
                     elif acts_as_whole(param):
                         check(key)
-                        tensor = torch.empty(spec.shape, dtype=dtype, device=param.device)
+                        row.filled[name] = torch.empty(spec.shape, dtype=dtype, device=param.device)
                     else:
                         continue
-                    place.append((key, tensor))
-                    row.filled[name] = tensor
-        return live, new
+                    tensors.append((key, row.filled[name]))
+        return tensors
 
     def _dtype(self, stored: str, row: _Row) -> torch.dtype:
         """Return the parameter's dtype for state that was stored in the parameter's stored dtype, else the state's."""
