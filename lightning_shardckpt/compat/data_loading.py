@@ -10,7 +10,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import sized_len as sized_len  # for state, which does not import Lightning
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -28,12 +28,10 @@ from lightning_shardckpt.system.random_generators import seed_temporarily
 def replace_indices(kind: Any, source: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Return attributes for a subclass of a DataLoader's class, whose loaders draw from another source of indices.
 
+    ``source`` takes a loader and its sampler, and returns an iterable of indices, or of lists of them, with a length.
+
     Relies on ``DataLoader._index_sampler``: each iterator reads it when it is made, and iterates over it at its first
     index; an iterator of persistent workers does so again in every epoch. ``len(loader)`` is its length.
-
-    Args:
-        kind: the class.
-        source: takes a loader and its sampler; returns an iterable of indices, or of lists of them, with a length.
     """
     return {"_index_sampler": property(lambda loader: source(loader, kind._index_sampler.fget(loader)))}
 
@@ -92,18 +90,12 @@ def keeps_samplers(loader: object, ranks: int) -> bool:
     return True
 
 
-def wrapped_sampler(sampler: object) -> Any | None:
-    """Return the user's sampler within a DistributedSamplerWrapper; None for other samplers.
+def user_sampler(sampler: object) -> Any:
+    """Return the user's sampler within a DistributedSamplerWrapper, by ``DistributedSamplerWrapper.dataset._sampler``.
 
-    Relies on ``DistributedSamplerWrapper.dataset._sampler``.
+    Others are returned as they are.
     """
-    return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
-
-
-def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the ``generator`` of the user's sampler within a DistributedSamplerWrapper, if it has one."""
-    generator = getattr(wrapped_sampler(sampler), "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
+    return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else sampler  # type: ignore[attr-defined]
 
 
 def draw_orders_by_epoch(loader: object) -> None:
@@ -123,14 +115,14 @@ def draw_orders_by_epoch(loader: object) -> None:
     dataset: Any = sampler.dataset
 
     def reset() -> None:
-        generator, seed = own_generator(sampler), zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())
-        own = None if generator is None else generator.get_state()
+        seed = zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())
+        generator = getattr(user_sampler(sampler), "generator", None)
+        generator = generator if isinstance(generator, torch.Generator) else torch.Generator()
+        own = generator.get_state()
         with seed_temporarily(seed):
-            if generator is not None:
-                generator.manual_seed(seed)
+            generator.manual_seed(seed)
             type(dataset).reset(dataset)
-        if generator is not None and own is not None:
-            generator.set_state(own)
+        generator.set_state(own)
 
     def draw() -> list[Any]:
         reset()
@@ -139,7 +131,7 @@ def draw_orders_by_epoch(loader: object) -> None:
     dataset.reset = reset
     if draw() != draw():
         raise UnsupportedCodeError(
-            f"{type(wrapped_sampler(sampler)).__name__} draws another order from generators in the same states, so "
+            f"{type(user_sampler(sampler)).__name__} draws another order from generators in the same states, so "
             "ranks and resumed runs would not read each sample once: draw from the generators of torch, numpy or "
             "python, or from the sampler's own `generator`, or give the loader a DistributedSampler"
         )

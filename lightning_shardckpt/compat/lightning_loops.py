@@ -108,13 +108,10 @@ def ends_within_epoch(trainer: pl.Trainer) -> bool:
 
 
 def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
-    """Return whether a validation would follow the current batch if the run did not end.
+    """Return whether a validation would follow the current batch if the run did not end, in ``on_advance_end``.
 
-    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which returns True for every run that stops.
-
-    Args:
-        trainer: in ``on_advance_end`` of a batch.
-        fetcher: the loop's data fetcher.
+    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which returns True for every run that stops, and takes the
+    data fetcher.
     """
     stops, trainer.should_stop = trainer.should_stop, False
     try:
@@ -129,35 +126,19 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return ready % trainer.accumulate_grad_batches != 0 and not is_last_batch(trainer)
 
 
-def is_batch_begun(fit_loop: Mapping[str, Any]) -> bool:
-    """Return whether the last batch in the state of a fit loop is not finished.
-
-    Relies on the key ``epoch_loop.batch_progress``.
-    """
-    current = fit_loop["epoch_loop.batch_progress"]["current"]
-    return bool(current["processed"] < current["ready"])
-
-
 def take_back_step(fit_loop: dict[str, Any]) -> None:
-    """Take back the optimizers' step of the last batch in the state of a fit loop.
-
-    Relies on the key ``_batches_that_stepped`` of the epoch loop's state.
-    """
+    """Take back the optimizers' step of the last batch in the state of a fit loop: ``_batches_that_stepped``."""
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
     """Wrap the end of a batch after its last callback, where the loop validates, logs and counts; return the undo.
 
-    Lightning has no hook there. Relies on ``_TrainingEpochLoop.on_advance_end``, called with the data fetcher.
-
-    Args:
-        trainer: of the loop.
-        around: called with the fetcher and a function that calls the original.
+    Lightning has no hook there. ``around`` is called with the data fetcher and a function that calls the original.
+    Relies on ``_TrainingEpochLoop.on_advance_end``, which is called with the fetcher.
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_advance_end
-
     return override_methods(loop, on_advance_end=lambda fetcher: around(fetcher, lambda: original(fetcher)))
 
 
@@ -189,8 +170,7 @@ def watch_epoch_ends(
 
 
 def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
-    """Skip the collective before every batch by which Lightning broadcasts whether rank 0 got a SIGTERM; return the
-    undo.
+    """Skip the broadcast before every batch of whether rank 0 got a SIGTERM; return the undo.
 
     For a strategy whose ranks agree on that themselves. Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
@@ -224,25 +204,16 @@ def continue_validation(trainer: pl.Trainer) -> Callable[[], None]:
         return validation.restarted_mid_evaluation or is_due(fetcher)
 
     undo.callback(override_methods(loop, _should_check_val_fx=should_validate))
-    skip_alone = preserve_rng(every_device=True)(skip)
-    undo.callback(override_methods(validation, increment_progress_to_evaluation_end=skip_alone))
+    silent = preserve_rng(every_device=True)(skip)
+    undo.callback(override_methods(validation, increment_progress_to_evaluation_end=silent))
     return undo.close
-
-
-def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
-    """Change the state of a fit loop so that an unfinished last batch of an epoch is drawn again.
-
-    Relies on the key ``epoch_loop.batch_progress``.
-    """
-    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
     """Make Lightning begin a new epoch with its loaders, as after a finished epoch.
 
     With ``max_steps``, it would resume the finished epoch for one more batch or none. Relies on
-    ``_batches_that_stepped``, ``_FitLoop._resuming_from_checkpoint`` ``_restarting``, beside public progress
-    counters.
+    ``_batches_that_stepped``, ``_FitLoop._resuming_from_checkpoint`` and ``_restarting``, beside public counters.
 
     Args:
         trainer: with loops that have loaded their state.
@@ -250,8 +221,8 @@ def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
         ended: whether Lightning's state at the save was after the last epoch's end.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    for progress, before in ((fit.epoch_progress.current, epochs), (fit.epoch_progress.total, None)):
-        done = progress.started if before is None else before  # type: ignore[attr-defined]  # its subclass
+    total = fit.epoch_progress.total
+    for progress, done in ((fit.epoch_progress.current, epochs), (total, total.started)):  # type: ignore[attr-defined]
         progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
     if not ended:
         loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted after its hooks

@@ -35,9 +35,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_shardckpt.compat.data_loading import (
     deals_samples,
     order_of_all_ranks,
-    own_generator,
     replace_indices,
     sampler_of,
+    sized_len,
+    user_sampler,
 )
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
@@ -86,18 +87,18 @@ def progress_of(loader: object) -> Progress | None:
     return getattr(loader, "__dict__", {}).get(_PROGRESS)
 
 
-def make_resumable(loader: Any, count: Callable[[], tuple[int, int]]) -> Progress | None:
-    """Make a loader resumable in place; return None for an iterable without state, and a class that can't be changed.
+def make_resumable(loader: Any, count: Callable[[], tuple[int, int]], *, waits: bool = False) -> None:
+    """Make a loader resumable in place, except an iterable without state, or of a class that can't be changed.
 
     Args:
-        loader: of training.
+        loader: of training, before its first iteration.
         count: returns the number of the current epoch, from 1, and of its drawn batches.
+        waits: whether iterations are empty until ``resume_loader``.
     """
     kind = getattr(type(loader), "shardckpt_kind", type(loader))  # Lightning makes loaders of the new class, too
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-    is_torch = isinstance(loader, DataLoader)
-    if not (has_state or is_torch):
-        return None
+    if not has_state and not isinstance(loader, DataLoader):
+        return
     is_stream = has_state or isinstance(loader.dataset, IterableDataset)
     if kind is type(loader):
         added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_kind": kind}
@@ -108,9 +109,8 @@ def make_resumable(loader: Any, count: Callable[[], tuple[int, int]]) -> Progres
         try:
             loader.__class__ = type(kind.__name__, (kind,), added)
         except TypeError:  # a class with __slots__, or an extension type
-            return None
-    progress = vars(loader)[_PROGRESS] = Progress(kind, count, has_state, is_stream)
-    return progress
+            return
+    vars(loader)[_PROGRESS] = Progress(kind, count, has_state, is_stream, waits)
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
@@ -118,19 +118,17 @@ def _iterate(loader: Any) -> Iterator[Any]:
     progress: Progress = vars(loader)[_PROGRESS]
     if progress.waits:
         return iter(())
+    position = progress.upcoming
     if not progress.is_stream:
         progress.begun = {}
-        with nullcontext() if progress.upcoming is None else _preserve_random_state(loader):
+        with nullcontext() if position is None else _preserve_random_state(loader):
             iterator: Iterator[Any] = progress.kind.__iter__(loader)
         return iterator
-    position, progress.upcoming = progress.upcoming, None
-    if position is None:
-        progress.begun = {"epoch_start": _random_state(loader)}
-        progress.batches, progress.has_drawn = 0, False
-        return _draw_all(loader, progress.kind.__iter__(loader))
-    with preserve_rng(every_device=True):
-        iterator = _continue_stream(loader, position)
-    _set_own_states(loader, position["own"])
+    progress.upcoming = None
+    with nullcontext() if position is None else preserve_rng(every_device=True):
+        iterator = _begin_stream(loader, position or {})
+    if position is not None:
+        _set_random_state(loader, position)
     return _draw_all(loader, iterator)
 
 
@@ -147,12 +145,11 @@ def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPositio
         return None
     if progress.is_stream:
         return _position_of_stream(loader, progress, used)
-    used, length = used or 0, _length(loader)
+    used, length = used or 0, sized_len(loader)
     if length is not None and used > length:
         used = (used - 1) % length + 1 if cycles else length
     begun, division, samples = progress.upcoming or progress.begun, _division_of(loader), _samples_of(loader)
-    position = {**_sampling(loader), "batches": used, "samples": samples, "batch_size": batch_size_of(loader)}
-    position["epoch_start"] = begun.get("epoch_start")
+    position = _describe(loader, progress, used) | {"samples": samples}
     if division is None or samples is None:
         return position
     before = begun.get("used", 0)
@@ -160,52 +157,54 @@ def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPositio
     return position | {"used": before + sum(sizes)}
 
 
-def resume_loader(loader: Any, position: LoaderPosition | None, *, is_over: bool, same_ranks: bool) -> None:
-    """Begin the next iteration of a resumable loader after the used batches, or anew without a position.
+def _describe(loader: Any, progress: Progress, batches: int) -> dict[str, Any]:
+    """Return the part of a position that does not depend on an order of all ranks."""
+    start = (progress.upcoming or progress.begun).get("epoch_start")
+    sampling = {"own": _own_states(loader), "seed": getattr(sampler_of(loader), "seed", None), "epoch_start": start}
+    state = {"state": deepcopy(progress.kind.state_dict(loader))} if progress.has_state else {}
+    return {**sampling, "batches": batches, "batch_size": batch_size_of(loader), **state}
+
+
+def resume_loader(loader: Any, position: LoaderPosition | None, *, batches: int | None, same_ranks: bool) -> bool:
+    """Begin the next iteration of a loader where an interrupted run was, or anew without a position.
 
     Args:
         loader: of training.
         position: of the interrupted run.
-        is_over: whether the position is the end of an epoch, so that the next iteration is that of the next epoch.
+        batches: of its epoch that were used; None if the next epoch begins.
         same_ranks: whether this rank has the data of the rank that saved; else no random or other state fits.
-    """
-    progress: Progress = vars(loader)[_PROGRESS]
-    progress.waits, progress.upcoming = False, None
-    if is_over and not progress.has_state and loader.persistent_workers:
-        with _preserve_random_state(loader):
-            iter(loader)  # the workers have begun, and drawn their seeds, in an earlier epoch
-    if position is None or ("state" in position) != progress.has_state or (progress.has_state and not same_ranks):
-        return
-    if not same_ranks:
-        position = {**position, "epoch_start": None, "own": []}
-    if is_over and progress.has_state:
-        with preserve_rng():
-            _continue_stream(loader, position)  # the iteration that is over
-    _set_seed(loader, position["seed"])
-    _set_own_states(loader, position["own"])
-    has_begun = position["epoch_start"] is not None or position["batches"] or "used" in position
-    if not is_over and (has_begun or progress.has_state):
-        progress.upcoming = position
 
-
-def continues_exactly(loader: object, position: LoaderPosition | None, *, in_epoch: bool, same_ranks: bool) -> bool:
-    """Return whether a loader can continue exactly from a position.
-
-    Args:
-        loader: of training.
-        position: of the interrupted run.
-        in_epoch: whether it is within an epoch; the next epoch depends only on a state of the loader.
-        same_ranks: whether this rank has the data of the rank that saved.
+    Returns:
+        Whether the data goes on exactly. The order of the next epoch depends only on a state of the loader.
     """
     progress = progress_of(loader)
-    has_state, is_stream = (False, False) if progress is None else (progress.has_state, progress.is_stream)
-    if not in_epoch and not has_state:
-        return True
-    if progress is None or position is None or ("state" in position) != has_state:
-        return False
-    knows_order = same_ranks and (has_state or position["epoch_start"] is not None)
-    if is_stream:
-        return knows_order and not (in_epoch and position.get("draws_random_numbers", True))
+    if progress is None:
+        return not batches
+    progress.waits, progress.upcoming, has_state = False, None, progress.has_state
+    if batches is None and not has_state and loader.persistent_workers:
+        with _preserve_random_state(loader):
+            iter(loader)  # the workers have begun, and drawn their seeds, in an earlier epoch
+    if position is None or ("state" in position) != has_state or (has_state and not same_ranks):
+        return not batches and not has_state
+    if not same_ranks:
+        position = {**position, "epoch_start": None, "own": []}
+    if position["seed"] is not None and hasattr(sampler := sampler_of(loader), "seed"):
+        sampler.seed = position["seed"]
+    if batches is None and has_state:
+        with preserve_rng():
+            _begin_stream(loader, position)  # the iteration that is over
+    _set_random_state(loader, {"own": position["own"]})
+    has_begun = position["epoch_start"] is not None or position["batches"] or "used" in position
+    if batches is not None and (has_begun or has_state):
+        progress.upcoming = position
+    return not batches or _knows_rest(loader, progress, position)
+
+
+def _knows_rest(loader: Any, progress: Progress, position: LoaderPosition) -> bool:
+    """Return whether a position determines the rest of its epoch."""
+    knows_order = progress.has_state or position["epoch_start"] is not None
+    if progress.is_stream:
+        return knows_order and not position.get("draws_random_numbers", True)
     if position.get("samples") != _samples_of(loader):
         return False
     return knows_order if _division_of(loader) is None else "used" in position
@@ -226,18 +225,12 @@ def batch_size_of(loader: Any) -> int | None:
 
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the loader's own generators."""
-    sampler = sampler_of(loader)
-    generators = [getattr(loader, "generator", None), getattr(sampler, "generator", None), own_generator(sampler)]
-    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
+    found = [getattr(each, "generator", None) for each in (loader, user_sampler(sampler_of(loader)))]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _own_states(loader: Any) -> list[torch.Tensor]:
     return [generator.get_state() for generator in _generators(loader)]
-
-
-def _set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
-    for generator, state in zip(_generators(loader), states, strict=False):
-        generator.set_state(state)
 
 
 def _random_state(loader: Any) -> dict[str, Any]:
@@ -246,8 +239,11 @@ def _random_state(loader: Any) -> dict[str, Any]:
 
 
 def _set_random_state(loader: Any, state: Mapping[str, Any]) -> None:
-    set_rng_state(state["process"])
-    _set_own_states(loader, state["own"])
+    """Set the random states of a position's ``epoch_start``, or those of the loader's own generators alone."""
+    if "process" in state:
+        set_rng_state(state["process"])
+    for generator, own in zip(_generators(loader), state["own"], strict=False):
+        generator.set_state(own)
 
 
 @contextmanager
@@ -257,18 +253,6 @@ def _preserve_random_state(loader: Any) -> Iterator[None]:
         yield
     finally:
         _set_random_state(loader, state)
-
-
-def _sampling(loader: Any) -> dict[str, Any]:
-    """Return the part of a position that every loader has: the states of its own generators, and its sampler's seed."""
-    return {"own": _own_states(loader), "seed": getattr(sampler_of(loader), "seed", None)}
-
-
-def _set_seed(loader: Any, seed: int | None) -> None:
-    """Set the ``seed`` of the loader's sampler, if it has one, to the interrupted run's."""
-    sampler = sampler_of(loader)
-    if seed is not None and hasattr(sampler, "seed"):
-        sampler.seed = seed
 
 
 # ── loaders with indices ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,17 +308,9 @@ def _division_of(loader: Any) -> Division | None:
     return Division(batches.sampler.num_replicas, batches.batch_size, batches.drop_last)
 
 
-def _length(value: Any) -> int | None:
-    """Return a length; None if it is unknown."""
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):  # the latter by samplers of no length, as in Lightning
-        return None
-
-
 def _samples_of(loader: Any) -> int | None:
     """Return the number of samples of an epoch of all ranks; None if unknown."""
-    return _length(sampler_of(loader).dataset if deals_samples(loader) else loader.dataset)
+    return sized_len(sampler_of(loader).dataset if deals_samples(loader) else loader.dataset)
 
 
 class _Indices:
@@ -353,37 +329,23 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:  # runs when the first index is asked for
         loader, progress = self._loader, vars(self._loader)[_PROGRESS]
         position, progress.upcoming = progress.upcoming or {}, None
+        batches, used, start = position.get("batches", 0), position.get("used", 0), position.get("epoch_start")
         if (division := _division_of(loader)) is not None:
-            yield from _divide(loader, progress, division, position)
+            sampler = sampler_of(loader)
+            progress.begun, left = {"batches": batches, "used": used}, order_of_all_ranks(sampler)[used:]
+            if sampler.rank == 0 and batches and (repeated := division.repeats(len(left))):
+                warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
+            yield from division.deal(left, sampler.rank)
             return
-        start = position.get("epoch_start")
         with nullcontext() if start is None else _preserve_random_state(loader):
             if start is not None:
                 _set_random_state(loader, start)
             progress.begun, indices = {"epoch_start": _random_state(loader)}, iter(self._sampler)
-            skipped = position.get("batches", 0)
-            first = [*islice(indices, skipped, skipped + 1)]  # draws the order
+            first = [*islice(indices, batches, batches + 1)]  # draws the order
         yield from chain(first, indices)
 
 
-def _divide(loader: Any, progress: Progress, division: Division, position: LoaderPosition) -> Iterator[Any]:
-    """Yield this rank's indices of a new epoch, or of one after a position, without repeating samples."""
-    sampler = sampler_of(loader)
-    order = order_of_all_ranks(sampler)
-    batches, used = position.get("batches", 0), position.get("used", 0)
-    progress.begun, left = {"batches": batches, "used": used}, order[used:]
-    if sampler.rank == 0 and batches and (repeated := division.repeats(len(left))):
-        warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
-    yield from division.deal(left, sampler.rank)
-
-
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _current_position(loader: Any, progress: Progress) -> dict[str, Any]:
-    position = {**_sampling(loader), "epoch_start": progress.begun.get("epoch_start"), "batches": progress.batches}
-    position["batch_size"] = batch_size_of(loader)
-    return position | ({"state": deepcopy(progress.kind.state_dict(loader))} if progress.has_state else {})
 
 
 def _position_of_stream(loader: Any, progress: Progress, used: int | None) -> LoaderPosition | None:
@@ -393,24 +355,25 @@ def _position_of_stream(loader: Any, progress: Progress, used: int | None) -> Lo
     unused = [] if first is None else [(number, position) for number, position in progress.draws if number >= first]
     if progress.waits or (unused and unused[0][0] != first):
         return None
-    position = unused[0][1] if unused else _current_position(loader, progress)
-    draws = any(one.get("draws_random_numbers", False) for _, one in unused) if progress.has_state else None
-    position["draws_random_numbers"] = progress.has_drawn if draws is None else draws
-    return position
-
-
-def _continue_stream(loader: Any, position: LoaderPosition) -> Iterator[Any]:
-    progress: Progress = vars(loader)[_PROGRESS]
-    _set_seed(loader, position["seed"])
-    start = position["epoch_start"] or _random_state(loader)
-    _set_random_state(loader, start)
+    position, draws = unused[0][1] if unused else _describe(loader, progress, progress.batches), progress.has_drawn
     if progress.has_state:
+        draws = any(each.get("draws_random_numbers", False) for _, each in unused)
+    return position | {"draws_random_numbers": draws}
+
+
+def _begin_stream(loader: Any, position: LoaderPosition) -> Iterator[Any]:
+    """Begin an iteration at a position, from the random state in which its epoch began; without one, a new epoch."""
+    progress: Progress = vars(loader)[_PROGRESS]
+    start = position.get("epoch_start") or _random_state(loader)
+    if position:
+        _set_random_state(loader, start)
+    if "state" in position:
         progress.kind.load_state_dict(loader, position["state"])
-    iterator: Iterator[Any] = progress.kind.__iter__(loader)
-    for _ in islice(iterator, 0 if progress.has_state else position["batches"]):
-        pass
-    progress.begun, progress.batches = {"epoch_start": start}, position["batches"]
+    progress.begun, progress.batches = {"epoch_start": start}, position.get("batches", 0)
     progress.has_drawn = position.get("draws_random_numbers", False)
+    iterator: Iterator[Any] = progress.kind.__iter__(loader)
+    for _ in islice(iterator, 0 if progress.has_state else progress.batches):
+        pass
     return iterator
 
 
@@ -419,7 +382,7 @@ def _draw_all(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
     progress: Progress = vars(loader)[_PROGRESS]
     watches = not getattr(loader, "num_workers", 0)  # workers have generators of their own
     while True:
-        position, before = _current_position(loader, progress), rng_checksum() if watches else 0
+        position, before = _describe(loader, progress, progress.batches), rng_checksum() if watches else 0
         progress.draws.append((progress.count(), position))
         try:
             batch = next(iterator)

@@ -12,8 +12,8 @@ are empty until training starts: then ``resume_training`` restores loops, loader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -26,14 +26,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_shardckpt.compat.data_loading import sampler_of
 from lightning_shardckpt.compat.lightning_loops import (
     EndBatch,
-    batches_drawn,
     begin_loaders,
     begin_next_epoch,
     continue_validation,
     cycles_loaders,
     ends_within_epoch,
     is_accumulating,
-    is_batch_begun,
     is_validation_interrupted,
     take_back_step,
     train_loaders,
@@ -44,8 +42,6 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.data_position import (
     batch_size_of,
-    continues_exactly,
-    make_resumable,
     position_of,
     progress_of,
     resume_loader,
@@ -80,17 +76,11 @@ class DataShare:
     @classmethod
     def of(cls, meshes: Meshes) -> DataShare:
         """Return the share of this rank."""
-        topology = meshes.topology
-        return cls(
-            meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
-        )
+        of = meshes.topology
+        return cls(meshes.data_parallel_rank, of.data_parallel, of.tensor, meshes.pipeline_rank, of.pipeline)
 
     def source_rank(self, stored: Mapping[str, Any]) -> int:
-        """Return the rank of the saving run whose state this rank loads: of the same data and stage.
-
-        Args:
-            stored: the state of any saving rank, as written by ``save_checkpoint``.
-        """
+        """Return the rank of the saving run whose data and stage this rank has, given the state of any saving rank."""
         saved = DataShare(**stored["place"])
         stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
         return (stage * saved.data_size + data_rank) * saved.ranks_each
@@ -110,30 +100,27 @@ class Position:
     rng: dict[str, Any]
     loaders: list[Mapping[str, Any] | None]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the state of this rank as a checkpoint stores it."""
-        return {"rng": self.rng, "positions": self.loaders}
-
 
 def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
     """Return the current position in training."""
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
     has_begun, cycles = state["epoch_progress"]["current"]["started"], cycles_loaders(trainer)
-    used = batches_done({"fit_loop": state}) if has_begun else 0
+    used = batches_done(state) if has_begun else 0
     loaders = [position_of(loader, used, cycles=cycles) for loader in train_loaders(trainer)]
-    if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
+    current = state["epoch_loop.batch_progress"]["current"]
+    if fit_loop is None and current["processed"] < current["ready"] and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
     return Position(fit_loop, rng, loaders)
 
 
-def batches_done(loops: Mapping[str, Any]) -> int | None:
-    """Return the number of finished batches of the epoch from Lightning's loop state; None if the epoch is over.
+def batches_done(fit_loop: Mapping[str, Any]) -> int | None:
+    """Return the number of finished batches of the epoch from the state of a fit loop; None if the epoch is over.
 
     A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed. A last batch that an
     exception interrupted is not finished.
     """
-    progress, epoch = loops["fit_loop"]["epoch_loop.batch_progress"], loops["fit_loop"]["epoch_progress"]["current"]
+    progress, epoch = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]["current"]
     current = progress["current"]
     is_last = progress["is_last_batch"] and current["processed"] >= current["ready"]
     if is_last or epoch["processed"] >= epoch["started"]:
@@ -166,7 +153,10 @@ class StopPosition:
 
         def end_batch(fetcher: Any, original: EndBatch) -> None:
             if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
-                self._recorded = record_position(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
+                state = trainer.fit_loop.state_dict()
+                for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
+                    progress["completed"] -= 1  # as in on_train_batch_end: Lightning resumes with the next batch
+                self._recorded = record_position(trainer, state)
             try:
                 original()
             except SIGTERMException:
@@ -186,42 +176,22 @@ class StopPosition:
             self._recorded = record_position(trainer, state)
 
 
-def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Change loop state to that of ``on_train_batch_end``, from which Lightning resumes with the next batch."""
-    for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
-        progress["completed"] -= 1
-    return state
-
-
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def prepare_loader(trainer: pl.Trainer, loader: Any, *, waits: bool) -> None:
-    """Make a loader of training resumable. Call it before Lightning begins it.
+def start_loaders(
+    trainer: pl.Trainer, positions: Sequence[Any] = (), *, batches: int | None = 0, same_ranks: bool = False
+) -> list[str]:
+    """Give the loaders of training their positions, or let them begin anew; name those that don't go on exactly.
 
-    Args:
-        trainer: of the run.
-        loader: of training.
-        waits: whether the run resumes, so that the loader is empty until `start_loaders`.
+    ``positions`` has None for a loader without one; the other arguments are those of ``resume_loader``.
     """
-    if (progress := make_resumable(loader, lambda: batches_drawn(trainer))) is not None:
-        progress.waits = waits
-
-
-def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, same_ranks: bool) -> bool:
-    """Give the loaders of training their positions; return False if none can have one.
-
-    Args:
-        trainer: with the loaders.
-        positions: of each loader, with None for one without.
-        is_over: whether the epoch of the positions is over.
-        same_ranks: whether this rank has the data of the rank that saved.
-    """
-    loaders = [loader if progress_of(loader) else None for loader in train_loaders(trainer)]
+    inexact, loaders = list[str](), train_loaders(trainer)
     for loader, position in zip_longest(loaders, positions[: len(loaders)]):
-        if loader is not None:
-            resume_loader(loader, position, is_over=is_over, same_ranks=same_ranks)
-    return any(loader is not None for loader in loaders)
+        if not resume_loader(loader, position, batches=batches, same_ranks=same_ranks):
+            dataset = getattr(loader, "dataset", None)
+            inexact.append(type(loader).__name__ + ("" if dataset is None else f" of {type(dataset).__name__}"))
+    return inexact
 
 
 def resume_training(
@@ -230,7 +200,7 @@ def resume_training(
     """Restore loops, loaders and random state when training starts.
 
     Args:
-        trainer: with the loops that have loaded their state.
+        trainer: with loops that have loaded their state.
         checkpoint: Lightning's dict, after hooks had an opportunity to change it.
         rank_state: the state of the rank that saved, from `Position`.
         share: of this rank.
@@ -241,49 +211,36 @@ def resume_training(
     Raises:
         MismatchError: for another global batch in the middle of an epoch.
     """
-    saved, positions, loops = DataShare(**rank_state["place"]), rank_state["positions"], checkpoint.get("loops")
-    batches = None if loops is None else batches_done(loops)  # of the interrupted epoch; None if it is over
-    epoch = dict.fromkeys(_EPOCH, 0) if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
-    validates = loops is not None and is_validation_interrupted(loops["fit_loop"])
+    saved, positions = DataShare(**rank_state["place"]), rank_state["positions"]
+    loops = checkpoint.get("loops")  # a hook may have removed them
+    fit_loop = trainer.fit_loop.state_dict() if loops is None else loops["fit_loop"]
+    batches, epoch = batches_done(fit_loop), fit_loop["epoch_progress"]["current"]  # None after the epoch's end
+    validates = is_validation_interrupted(fit_loop)
     has_begun, has_ended = epoch["started"] > 0, epoch["processed"] >= epoch["started"]
     is_over = has_begun and (batches is None or batches >= trainer.fit_loop.max_batches)  # of this run
-    undo, same_data = ExitStack(), saved.data_size == share.data_size
     if batches:
         _resume_epoch_callbacks(trainer)
-    undo.callback(continue_validation(trainer))
-    loaders = train_loaders(trainer)
-    pairs, in_epoch, inexact = [*zip(loaders, positions, strict=False)], bool(batches) and not is_over, list[str]()
-    if in_epoch:
-        for loader, position in pairs:
-            _refuse_other_batches(loader, position, saved, share)
-        inexact += [] if len(loaders) == len(positions) else ["another number of loaders"]
-    for loader, position in pairs if has_begun else ():
-        if not continues_exactly(loader, position, in_epoch=in_epoch, same_ranks=same_data):
-            inexact.append(_name(loader))
-    if inexact:
-        told = {"loaders": ", ".join(inexact), "before": saved.data_size, "now": share.data_size}
-        rank_zero_warn(_INEXACT.format(**told))
+    undo, loaders, batches = continue_validation(trainer), train_loaders(trainer), None if is_over else batches
+    for loader, position in zip(loaders, positions, strict=False) if batches else ():
+        _refuse_other_batches(loader, position, saved, share)
     for sampler in map(sampler_of, loaders):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch["processed"])
-    can_begin = start_loaders(trainer, positions, is_over=is_over or batches is None, same_ranks=same_data)
+    inexact = start_loaders(trainer, positions, batches=batches, same_ranks=saved.data_size == share.data_size)
+    if batches and len(loaders) != len(positions):
+        inexact.append("another number of loaders")
+    if inexact and has_begun:
+        told = {"loaders": ", ".join(inexact), "before": saved.data_size, "now": share.data_size}
+        rank_zero_warn(_INEXACT.format(**told))
     set_rng_state(rank_state["rng"])
-    if not is_over and can_begin:
+    if not is_over and any(map(progress_of, loaders)):
         with preserve_rng() if positions else nullcontext():  # they had begun before the save
             begin_loaders(trainer)
     elif is_over and (has_ended or not validates):
         begin_next_epoch(trainer, epoch["started"], ended=has_ended)
     if share.data_rank >= saved.data_size:  # more ranks than before must not draw the same numbers
         reseed_by_rank(share.data_rank)
-    return undo.close, validates
-
-
-_EPOCH = ("ready", "started", "processed", "completed")
-
-
-def _name(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    return type(loader).__name__ + ("" if dataset is None else f" of {type(dataset).__name__}")
+    return undo, validates
 
 
 def _refuse_other_batches(loader: object, position: Any, saved: DataShare, share: DataShare) -> None:

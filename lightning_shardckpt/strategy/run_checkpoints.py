@@ -38,13 +38,14 @@ from lightning_shardckpt.checkpoint.describe import RANK_STATE
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
-from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_last_batch, skip_sigterm_broadcast
+from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_runs import receive_sigterm, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.sources.key_mapping import map_names
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.data_position import make_resumable
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher, may_lack_weights
@@ -53,7 +54,6 @@ from lightning_shardckpt.strategy.resume import (
     Position,
     StopPosition,
     batches_done,
-    prepare_loader,
     resume_training,
     start_loaders,
 )
@@ -79,7 +79,8 @@ def describe_trainer(checkpoint: dict[str, Any], position: Position, share: Data
 
     ``share`` is this rank's part of the data.
     """
-    checkpoint = {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
+    of_rank = {"place": asdict(share), "rng": position.rng, "positions": position.loaders}
+    checkpoint = {**checkpoint, RANK_STATE: of_rank}
     if loops := checkpoint.get("loops"):
         fit_loop = dict(position.fit_loop or loops["fit_loop"])
         if position.fit_loop is not None:
@@ -206,9 +207,9 @@ class RunCheckpoints:
         checkpoint["state_dict"] = modules.state_dict(result.extra_state)
         checkpoint["optimizer_states"] = None if self._is_fit else []
         if self._is_fit and rank_state is not None:
-            loops = checkpoint.get("loops")
-            if loops is not None and batches_done(loops) is not None:
-                repeat_last_batch(loops["fit_loop"])
+            fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+            if fit_loop is not None and batches_done(fit_loop) is not None:
+                fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False  # an unfinished one is drawn again
             self._resume = partial(resume_training, trainer, checkpoint, rank_state, self._share)
             self._validation_rng = rank_state["rng"]
         return checkpoint
@@ -267,7 +268,7 @@ class RunCheckpoints:
         """Make a training loader resumable. Call it for every loader, before Lightning begins it."""
         if self._trainer.training and self._is_fit:
             self._loaders_wait = self._resume is not None or self.path_to_resume is not None
-            prepare_loader(self._trainer, loader, waits=self._loaders_wait)
+            make_resumable(loader, partial(batches_drawn, self._trainer), waits=self._loaders_wait)
 
     def start_training(self) -> Callable[[], None]:
         """Watch for SIGTERM, restore the position of the checkpoint, and record that of the run's end; return the undo.
@@ -292,7 +293,7 @@ class RunCheckpoints:
                 undo.callback(undo_resume)
                 self._resume, self._validation_rng = None, self._validation_rng if validates else None
             elif self._loaders_wait:
-                start_loaders(trainer, [], is_over=False, same_ranks=False)
+                start_loaders(trainer)
                 begin_loaders(trainer)
             self._loaders_wait = False
             return undo.pop_all().close
@@ -308,7 +309,7 @@ class RunCheckpoints:
             return
         self.stop_position.keep(self._trainer)
         if self._loaders_wait:  # training has not started
-            start_loaders(self._trainer, [], is_over=False, same_ranks=False)
+            start_loaders(self._trainer)
 
     def start_validation(self) -> None:
         """Restore the random state of an interrupted validation. Call it when a validation starts.

@@ -146,7 +146,7 @@ def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_draw
     for rank in range(2):
         few = RandomSampler(range(99), num_samples=8, generator=own)
         sampler = DistributedSamplerWrapper(few, 2, rank, shuffle=False)
-        assert compat.wrapped_sampler(sampler) is few and compat.own_generator(sampler) is own
+        assert compat.user_sampler(sampler) is few is compat.user_sampler(few)
         compat.draw_orders_by_epoch(DataLoader(range(99), sampler=sampler))  # type: ignore[arg-type]  # a Sequence does
         torch.manual_seed(rank)
         before = torch.get_rng_state(), GENERATOR.get_state()
