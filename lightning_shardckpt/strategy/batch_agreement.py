@@ -49,7 +49,7 @@ from lightning_shardckpt.parallel.sharding.consistency import (
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
 from lightning_shardckpt.system.host import Tuning
-from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
+from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, rng_checksum
 from lightning_shardckpt.system.text import list_some
 
 
@@ -177,7 +177,7 @@ class StepChecks:
         before = get_rng_state(every_device=False)
         yield
         if drawn := differing_generators(before, get_rng_state(every_device=False)):
-            self._draws = checksum_of_states(drawn, self._draws)
+            self._draws = rng_checksum(drawn, self._draws)
 
     def check_draws(self) -> None:
         """Compare which random numbers were drawn."""

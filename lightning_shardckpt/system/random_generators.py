@@ -13,8 +13,6 @@ import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The classes of generator objects."""
-_COMPARED = ("python", "numpy", "torch", "current_cuda")
-"""The keys of ``get_rng_state(every_device=False)``."""
 
 
 def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
@@ -39,8 +37,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:  # absent if the process that saved had no NumPy
-        np.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])
     for i, cuda in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, i)
     if "current_cuda" in state:
@@ -48,24 +45,22 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``one`` whose generator states differ from ``other``; both are of ``get_rng_state``."""
-    compared = [name for name in _COMPARED if name in one]
-    return {name: one[name] for name in compared if name not in other or _bytes_of(one[name]) != _bytes_of(other[name])}
+    """Return the entries of ``one`` whose states differ from ``other``, of ``get_rng_state(every_device=False)``."""
+    return {k: v for k, v in one.items() if k not in other or _bytes_of(v) != _bytes_of(other[k])}
 
 
-def checksum_of_states(states: Mapping[str, Any], start: int = 0) -> int:
-    """Return a checksum of entries of ``get_rng_state``, continued from ``start``."""
-    for state in states.values():
+def rng_checksum(states: Mapping[str, Any] | None = None, start: int = 0) -> int:
+    """Return a checksum of generator states, which changes with each draw.
+
+    Does not wait for a CUDA device, since its generator's state is in host memory.
+
+    Args:
+        states: entries of ``get_rng_state(every_device=False)``; by default of now.
+        start: the checksum to continue.
+    """
+    for state in (get_rng_state(every_device=False) if states is None else states).values():
         start = zlib.crc32(_bytes_of(state), start)
     return start
-
-
-def rng_checksum() -> int:
-    """Return a checksum of the generator states of torch, NumPy and Python, which changes with each draw.
-
-    Includes the current CUDA device; does not wait for it, since its generator's state is in host memory.
-    """
-    return checksum_of_states(get_rng_state(every_device=False))
 
 
 def _bytes_of(state: Any) -> bytes:
