@@ -17,6 +17,7 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout
 from lightning_shardckpt.format.value_checks import checksum
+from lightning_shardckpt.state.documents import values_of
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
@@ -99,8 +100,7 @@ def _find_values(snapshot: Snapshot, group: str) -> Iterator[tuple[str, str, Any
     of_group = {"": None, **{f"model/{name}": value for name, value in (documents.get("model") or {}).items()}}
     for number, optimizer in (documents.get("optimizer") or {}).items():
         start = f"optimizer/{number}"
-        for name, entries in optimizer["values"].items():
-            of_group |= {f"{start}/{param}/{name}": entry["value"] for entry in entries for param in entry["params"]}
+        of_group |= {f"{start}/{param}/{name}": value for param, name, value in values_of(optimizer)}
         settings[f"{start}/own"] = optimizer.get("own")
         for params, entries in optimizer["groups"].items():
             settings |= {f"{start}/param_groups/{params}/{name}": v for name, v in entries["hyper"].items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -32,8 +33,9 @@ MAPPINGS = ("map", "odict", "counter", "namespace")
 # ── structure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # A schema is a function that checks a value; a list of one schema, for every item of a list; a tuple, for a list of as
 # many items; or a dict, for an object without a tag: by the names of its fields ("own?" may be absent), with "*" for
-# all other names, or "#" for the names 0, 1, 2 …
+# all other names, "#" for the names 0, 1, 2 …, and None for a schema of the whole object, which is checked last.
 
+_ADAPTER_NAME = re.compile(r"[^./\\\x00]+")
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
 
 
@@ -50,52 +52,56 @@ def _check_json(value: Any) -> None:
     _require(isinstance(parse_json(check_text(value).encode(), "the text"), dict), "an object", value)
 
 
-def _check_adapter(value: Any) -> None:
-    _require(re.fullmatch(r"[^./\\\x00]+", check_text(value)) is not None, "the name of an adapter", value)
+def _check_settings(value: Any) -> None:
+    _require(isinstance(value, dict) and value.get(TAG, "map") == "map", "an object", value)
 
 
-_OBJECT: dict[str, Any] = {"*": _anything}
-_PARAMS = [check_text]
-_GROUP = {
-    "hyper": lambda v: _require(isinstance(v, dict) and v.get(TAG, "map") == "map", "an object", v),
-    "params": _PARAMS,
+def _refuse_compound(values: Mapping[str, Any]) -> None:
+    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
+        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
+
+
+def _check_numbers(optimizer: Mapping[str, Any]) -> None:
+    of_groups = chain.from_iterable(group["params"] for group in optimizer["groups"].values())
+    names = chain(of_groups, (param for param, _, _ in values_of(optimizer))) if optimizer["numbered"] else ()
+    for name in names:
+        _require(_PARAM_NUMBER.fullmatch(name) is not None, "a parameter's number", name)
+
+
+def _check_boxes(model: Mapping[str, Any]) -> None:
+    for _, start, stop, _ in chain.from_iterable(model["names"].values()):
+        Box(tuple(start), tuple(stop))  # or it raises an error
+
+
+_OBJECT: dict[Any, Any] = {"*": _anything}
+_TEXTS = [check_text]
+_OPTIMIZER = {
+    "groups": {"#": {"hyper": _check_settings, "params": _TEXTS}},
+    "values": {"*": [{"value": _anything, "params": _TEXTS}], None: _refuse_compound},
+    "numbered": lambda v: _require(type(v) is bool, "true or false", v),
+    "own?": {"state?": _OBJECT, "*": _anything},
+    None: _check_numbers,
+}
+_HUGGING_FACE = {
+    "prefix": check_text, "class": check_text, "ties": _TEXTS, "ignored": _TEXTS,
+    "adapter": lambda v: _require(v is None or check_text(v) == v, "text", v),
+    "names": {"*": [(check_text, check_shape, check_shape, check_shape)]},
+    "files": {CONFIG: _check_json, f"{CONFIGS[1]}?": _check_json, "*": _anything},
+    None: _check_boxes,
+}
+_ADAPTER = {
+    "name": lambda v: _require(_ADAPTER_NAME.fullmatch(check_text(v)) is not None, "the name of an adapter", v),
+    "root": lambda v: _require(v in ("", ROOT), "a prefix of PEFT", v),
+    "prefix": check_text, "config": check_text,
 }
 _SCHEMAS: dict[str, Any] = {
     "trainer": _OBJECT,
-    "model": _OBJECT,
-    "optimizer": {
-        "#": {
-            "groups": {"#": _GROUP},
-            "values": {"*": [{"value": _anything, "params": _PARAMS}]},
-            "numbered": lambda v: _require(type(v) is bool, "true or false", v),
-            "own?": {"state?": _OBJECT, "*": _anything},
-        }
-    },
+    "model": {**_OBJECT, None: _refuse_compound},
+    "optimizer": {"#": _OPTIMIZER},
     "frozen": {"*": (check_dtype, check_shape)},
     "versions": {"*": _OBJECT},
-    "huggingface": {
-        "models": [
-            {
-                "prefix": check_text,
-                "class": check_text,
-                "ties": [check_text],
-                "ignored": [check_text],
-                "adapter": lambda v: _require(v is None or check_text(v) == v, "text", v),
-                "names": {"*": [(check_text, check_shape, check_shape, check_shape)]},
-                "files": {CONFIG: _check_json, f"{CONFIGS[1]}?": _check_json, "*": _anything},
-            }
-        ]
-    },
-    "peft": {
-        "adapters": [
-            {
-                "name": _check_adapter,
-                "prefix": check_text,
-                "root": lambda v: _require(v in ("", ROOT), "a prefix of PEFT", v),
-                "config": check_text,
-            }
-        ]
-    },
+    "huggingface": {"models": [_HUGGING_FACE]},
+    "peft": {"adapters": [_ADAPTER]},
 }
 
 
@@ -108,7 +114,7 @@ def _check(value: Any, schema: Any, place: str = "") -> None:
         except (FormatError, TypeError) as error:
             raise FormatError(f"{where}: {error}") from None
     elif isinstance(schema, dict):
-        required = {name for name in schema if name not in ("*", "#") and not name.endswith("?")}
+        required = {name for name in schema if name not in ("*", "#", None) and not name.endswith("?")}
         if not isinstance(value, dict) or TAG in value or not value.keys() >= required:
             wanted = f" with {', '.join(sorted(required))}" if required else ""
             raise FormatError(f"{where} is not an object{wanted}: {shown(value)}")
@@ -117,12 +123,18 @@ def _check(value: Any, schema: Any, place: str = "") -> None:
         others = schema.get("*", schema.get("#", _anything))
         for name, item in value.items():
             _check(item, schema.get(name, schema.get(f"{name}?", others)), f"{place}/{name[:200]}".lstrip("/"))
+        _check(value, schema.get(None, _anything), place)
     else:
         count = len(schema) if isinstance(schema, tuple) else None
         if not isinstance(value, list) or count not in (None, len(value)):
             raise FormatError(f"{where} is not a list{f' of {count} items' if count else ''}: {shown(value)}")
         for number, item in enumerate(value):
             _check(item, schema[number if count else 0], f"{place}/{number}")
+
+
+def check_document(role: str, value: Any) -> None:
+    """Raise a FormatError if a document does not have the structure of its role."""
+    _check(value, _SCHEMAS.get(role, _anything))
 
 
 def parse_document(role: str, content: bytes, where: str) -> Any:
@@ -144,33 +156,6 @@ def parse_document(role: str, content: bytes, where: str) -> Any:
     return value
 
 
-def check_document(role: str, value: Any) -> None:
-    """Check that a document has the structure of its role.
-
-    Raises:
-        FormatError: if it does not.
-    """
-    _check(value, _SCHEMAS.get(role, _anything))
-    if role == "model":
-        _refuse_compound(value)
-    elif role == "optimizer":
-        for number, optimizer in value.items():
-            _refuse_compound(optimizer["values"])
-            lists = [group["params"] for group in optimizer["groups"].values()]
-            lists += [item["params"] for shared in optimizer["values"].values() for item in shared]
-            for name in chain(*lists) if optimizer["numbered"] else ():
-                if not _PARAM_NUMBER.fullmatch(name):
-                    raise FormatError(f"{number} is numbered, but {shown(name)} names no parameter by number")
-    elif role == "huggingface":
-        for _, start, stop, _ in chain(*(parts for model in value["models"] for parts in model["names"].values())):
-            Box(tuple(start), tuple(stop))  # or it raises an error
-
-
-def _refuse_compound(values: Mapping[str, Any]) -> None:
-    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
-        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
-
-
 def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
     """Return the JSON of a role, merged over groups of ranks that each store a part; None if there is none.
 
@@ -183,8 +168,7 @@ def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
     parsed = [parse_document(role, checkpoint.document(n), f"{checkpoint.path!r}, {n}") for n in sorted(names)]
     if role == "optimizer" and len(parsed) > 1:
         return merge_optimizers(parsed)
-    parsed += [{}] if role == "versions" else []
-    return {name: value for one in reversed(parsed) for name, value in one.items()} if parsed else None
+    return dict(ChainMap(*parsed)) if parsed or role == "versions" else None
 
 
 def stored_keys(value: Any) -> Iterator[Any]:
@@ -209,7 +193,8 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:
     {'trainer/loops/step': 3, 'trainer/names': ['a']}
     """
     entries: dict[str, Any] = {}
-    for name, value in _iterate_entries(role, document, rank) if document is not None else ():
+    parts = _parts(role, document, rank) if document is not None else ()
+    for name, value in chain.from_iterable(_leaves(value, path) for path, value in parts):
         key, number = name, 1
         while key in entries:  # {"a/b": …} and {"a": {"b": …}}
             number += 1
@@ -218,20 +203,19 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:
     return entries
 
 
-def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
+def _parts(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
     if role == "model":
         yield from document.items()
     elif role != "optimizer":
-        yield from _leaves(document, role if role == "trainer" else f"rank/{rank}")
+        yield role if role == "trainer" else f"rank/{rank}", document
     for number, optimizer in document.items() if role == "optimizer" else ():
         place = f"optimizer/{number}"
-        for name, item in ((name, item) for name, shared in optimizer["values"].items() for item in shared):
-            yield from ((f"{place}/{param}/{name}", item["value"]) for param in item["params"])
-        for group_number, group in optimizer["groups"].items():
-            yield from _leaves(group["hyper"], f"{place}/param_groups/{group_number}")
-            yield f"{place}/param_groups/{group_number}/params", group["params"]
-        for key, value in optimizer.get("own", {}).items():
-            yield from _leaves(value, f"{place}/own/{key}")
+        yield from ((f"{place}/{param}/{name}", value) for param, name, value in values_of(optimizer))
+        for i, group in optimizer["groups"].items():
+            yield f"{place}/param_groups/{i}", group["hyper"]
+            yield f"{place}/param_groups/{i}/params", group["params"]
+        if "own" in optimizer:
+            yield f"{place}/own", optimizer["own"]
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -261,6 +245,12 @@ def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list
     return params
 
 
+def values_of(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield parameter, name and value of the state of an optimizer that is in its document."""
+    for name, shared in optimizer["values"].items():
+        yield from ((param, name, entry["value"]) for entry in shared for param in entry["params"])
+
+
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the optimizer documents of pipeline stages into the document of a single process, see FORMAT.md.
 
@@ -269,16 +259,16 @@ def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     seen: set[tuple[str, ...]] = set()
-    for number, part in ((number, part) for document in documents for number, part in document.items()):
+    for number, part in chain.from_iterable(document.items() for document in documents):
         one = merged.setdefault(number, {"groups": {}, "values": {}, "numbered": False})
         one["numbered"] |= part["numbered"]
-        one |= {"own": part["own"]} if "own" in part and "own" not in one else {}
+        if "own" in part:
+            one.setdefault("own", part["own"])
         for i, group in part["groups"].items():
             params = one["groups"].setdefault(i, {"hyper": group["hyper"], "params": []})["params"]
             params += [param for param in group["params"] if (number, param) not in seen]
             seen.update((number, param) for param in params)
-        entries = [(name, entry) for name, shared in part["values"].items() for entry in shared]
-        for name, param, value in ((name, p, entry["value"]) for name, entry in entries for p in entry["params"]):
+        for param, name, value in values_of(part):
             if (number, name, param) not in seen:
                 add_value(one["values"], name, param, value)
             seen.add((number, name, param))
@@ -297,15 +287,14 @@ class StoredOptimizer:
         decode: decodes the result of ``encode_small``.
 
     Attributes:
+        groups: the names of the parameters in each param group, with ``hyper``, its settings.
         own: state without a parameter (``optimizer.state["k"]``) and extra entries, like a state dict.
+        values: state that is not a tensor in files, by parameter and name.
+        specs: the stored tensors of all optimizers, of which ``tensors`` has the keys, by parameter and name.
     """
 
     def __init__(
-        self,
-        number: int,
-        document: dict[str, Any],
-        component: Component,
-        decode: Callable[[Any], Any],
+        self, number: int, document: dict[str, Any], component: Component, decode: Callable[[Any], Any]
     ) -> None:
         groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
         self.groups: list[list[str]] = [group["params"] for group in groups]
@@ -313,26 +302,20 @@ class StoredOptimizer:
         self.numbered: bool = document["numbered"]
         self.own: dict[str, Any] = decode(document.get("own", {}))
         self.values: dict[str, dict[str, Any]] = {}
-        for name, shared in document["values"].items():
-            for item in shared:
-                for param in item["params"]:  # which share no mutable memory
-                    self.values.setdefault(param, {})[name] = decode(item["value"])
+        for param, name, value in values_of(document):
+            self.values.setdefault(param, {})[name] = decode(value)  # for each: they share no mutable memory
         self.specs = component.tensors
         self.tensors: dict[str, dict[str, str]] = {}
         prefix = f"{number}/"
         for key in self.specs:
             if key.startswith(prefix):
-                param, _, name = key[len(prefix) :].rpartition("/")
+                param, _, name = key.removeprefix(prefix).rpartition("/")
                 self.tensors.setdefault(param, {})[name] = key
 
     def name(self, groups: Sequence[Sequence[str]]) -> str | None:
         """Name the parameters of state that was saved by number; the keys of tensors stay.
 
-        Args:
-            groups: the names in each param group of the whole model.
-
-        Returns:
-            The reason if the groups cannot be those that were saved; None if the parameters have names now.
+        Returns the reason if ``groups``, the names in each param group of the whole model, cannot be those of the save.
         """
         sizes, live = ([*map(len, of)] for of in (self.groups, groups))
         if sizes != live:
@@ -349,19 +332,15 @@ class StoredOptimizer:
     def state_dict(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict like ``Optimizer.state_dict``, with parameters by name or number, as they were saved.
 
-        Args:
-            tensors: by stored key; may be placeholders.
+        ``tensors``, by stored key, may be placeholders.
         """
-
-        def as_saved(param: str) -> str | int:
-            return int(param[1:]) if self.numbered else param
-
+        as_saved = {param: int(param[1:]) if self.numbered else param for param in chain(*self.groups)}
         state = dict[str | int, Any]()
-        for param in chain(*self.groups):
+        for param, saved in as_saved.items():
             entries = {name: tensors[key] for name, key in self.tensors.get(param, {}).items()}
             if entries := {**self.values.get(param, {}), **entries}:
-                state[as_saved(param)] = entries
-        groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
+                state[saved] = entries
+        groups = [{**h, "params": [as_saved[p] for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
         if not groups and not state:
             return {}  # as in Lightning, for a LightningModule without optimizers
         return {**self.own, "state": {**state, **self.own.get("state", {})}, "param_groups": groups}

@@ -20,6 +20,7 @@ from lightning_shardckpt.format.value_checks import bytes_in, checksum
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source, read_windows
 from lightning_shardckpt.state import hf_directory
+from lightning_shardckpt.state.documents import values_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
@@ -131,9 +132,7 @@ def _values(document: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     for number, optimizer in document.items():
         for group in optimizer["groups"].values():
             values += [(number, name, key, value) for key, value in group["hyper"].items() for name in group["params"]]
-        for state, shared in optimizer["values"].items():
-            stored = [(entry["value"], name) for entry in shared for name in entry["params"]]
-            values += [(number, name, f"state {state}", value) for value, name in stored]
+        values += [(number, name, f"state {state}", value) for name, state, value in values_of(optimizer)]
         values += [(number, "", key, value) for key, value in optimizer.get("own", {}).items()]
     return values
 
