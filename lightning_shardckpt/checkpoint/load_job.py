@@ -32,7 +32,7 @@ from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of, 
 from lightning_shardckpt.state.optimizer import OptimizerLoad
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, refuse_compound
-from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
+from lightning_shardckpt.state.trainer import drop_elsewhere, find_counterpart, fqns_of
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
 
@@ -451,7 +451,8 @@ def _read_trainer(
     named = model.tensors | {alias: model.tensors[key] for alias, key in model.aliases.items()}
 
     def is_elsewhere(key: str) -> bool:  # in an entry that only other pipeline stages have
-        return bool(elsewhere) and entry_of(key, live.whole.state) in elsewhere
+        entry = next((name for name in fqns_of(key) if name in live.whole.state), None)
+        return entry in elsewhere
 
     for key, spec in source.component("trainer").tensors.items():
         given, dtype = requested.get(key), TORCH_DTYPES[spec.dtype]

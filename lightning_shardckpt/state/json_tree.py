@@ -23,6 +23,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy
@@ -39,27 +40,26 @@ INLINE_BYTES = 1024
 _MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of pairs
 _BIG_INT = 1 << 53
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
+_UNREAD = "pickled, which weights_only=False alone reads"
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 
 
 class Dropped:
     """A placeholder for a value that could not be stored: the type's name and the start of its repr."""
 
+    _PROBLEM = "not stored in"
+
     def __init__(self, type_name: str, text: str) -> None:
         self.type_name, self.text = type_name, text
 
     def __repr__(self) -> str:
-        return f"<not stored in the checkpoint: {self.type_name} {self.text}>"
+        return f"<{self._PROBLEM} the checkpoint: {self.type_name} {self.text}>"
 
 
 class Pickled(Dropped):
     """A placeholder for a pickled value that was not unpickled, since the load did not allow it."""
 
-    def __init__(self, type_name: str) -> None:
-        super().__init__(type_name, "pickled, which weights_only=False alone reads")
-
-    def __repr__(self) -> str:
-        return f"<not read from the checkpoint: {self.type_name}, {self.text}>"
+    _PROBLEM = "not read from"
 
 
 # ── the table of tags ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,12 +70,14 @@ class _Tag(NamedTuple):
 
     Attributes:
         kind: of the values that are stored under this tag.
+        content: the type of their decoded content.
         to_json: returns the content of a value, whose items are encoded like any value.
         from_json: returns the value of a decoded content, and of the fields beside it.
         fields: functions that return the fields beside the content, by name.
     """
 
     kind: type | tuple[type, ...]
+    content: type
     to_json: Callable[[Any], Any]
     from_json: Callable[..., Any]
     fields: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012  # never changed
@@ -85,31 +87,15 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _items(content: Any) -> list[Any]:
-    if not isinstance(content, list):
-        raise TypeError(f"{shown(content)} is not a list")
-    return content
-
-
-def _text(content: Any) -> str:
-    if type(content) is not str:
-        raise TypeError(f"{shown(content)} is not a string")
-    return content
-
-
-def _pairs(content: Any) -> dict[Any, Any]:
-    return dict(_items(content))
-
-
 def _to_base64(content: bytes | memoryview) -> str:
     return base64.b64encode(content).decode()
 
 
-def _from_base64(text: Any) -> bytes:
-    return base64.b64decode(_text(text), validate=True)
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
-def _tensor(content: Any, dtype: str, shape: Any) -> torch.Tensor:
+def _tensor(content: str, dtype: str, shape: Any) -> torch.Tensor:
     data = _from_base64(content)
     if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(data):
         raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
@@ -124,7 +110,7 @@ def _array_bytes(array: Any) -> str:
     return _to_base64(array.tobytes())
 
 
-def _array(content: Any, dtype: str, shape: Any) -> Any:
+def _array(content: str, dtype: str, shape: Any) -> Any:
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(dtype)
     array = numpy.frombuffer(_from_base64(content), dtype=numpy.dtype(dtype)).reshape(check_shape(shape))
@@ -137,55 +123,52 @@ def _member(value: enum.Enum) -> Any:
     return value.value
 
 
-def _steps(value: range | slice) -> list[Any]:
-    return [value.start, value.stop, value.step]
+def _parts(kind: Any, *names: str) -> _Tag:
+    return _Tag(kind, list, lambda v: [getattr(v, name) for name in names], lambda v: kind(*v))
 
 
 def _time(kind: Any) -> _Tag:
-    return _Tag(kind, kind.isoformat, kind.fromisoformat)
+    return _Tag(kind, str, kind.isoformat, kind.fromisoformat)
 
 
+_SHAPE = {"shape": lambda v: list(v.shape)}
 _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetime a date
-    "enum": _Tag(enum.Enum, _member, lambda v, kind: v, {"type": _type_name}),
-    "odict": _Tag(OrderedDict, dict.items, lambda v: OrderedDict(_pairs(v))),
-    "counter": _Tag(Counter, dict.items, lambda v: Counter(_pairs(v))),
-    "map": _Tag(dict, dict.items, _pairs),
-    "namespace": _Tag(argparse.Namespace, lambda v: vars(v).items(), lambda v: argparse.Namespace(**_pairs(v))),
-    "deque": _Tag(deque, list, lambda v, most: deque(_items(v), most), {"maxlen": lambda v: v.maxlen}),
-    "tuple": _Tag(tuple, list, lambda v: tuple(_items(v))),
-    "set": _Tag(set, list, lambda v: set(_items(v))),
-    "frozenset": _Tag(frozenset, list, lambda v: frozenset(_items(v))),
-    "int": _Tag(int, str, lambda v: int(_text(v))),
-    "float": _Tag(float, str, {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__),
-    "complex": _Tag(complex, lambda v: [v.real, v.imag], lambda v: complex(*_items(v))),
-    "bytes": _Tag((bytes, bytearray), _to_base64, _from_base64),
-    "dtype": _Tag(torch.dtype, DTYPES.__getitem__, TORCH_DTYPES.__getitem__),
-    "device": _Tag(torch.device, str, lambda v: torch.device(_text(v))),
-    "path": _Tag(pathlib.PurePath, str, pathlib.Path),
+    "tensor": _Tag(
+        torch.Tensor, str, lambda v: _to_base64(host_bytes(v)), _tensor, {"dtype": lambda v: DTYPES[v.dtype], **_SHAPE}
+    ),
+    "enum": _Tag(enum.Enum, object, _member, lambda v, kind: v, {"type": _type_name}),
+    "odict": _Tag(OrderedDict, list, dict.items, OrderedDict),
+    "counter": _Tag(Counter, list, dict.items, lambda v: Counter(dict(v))),
+    "map": _Tag(dict, list, dict.items, dict),
+    "namespace": _Tag(argparse.Namespace, list, lambda v: vars(v).items(), lambda v: argparse.Namespace(**dict(v))),
+    "deque": _Tag(deque, list, list, deque, {"maxlen": attrgetter("maxlen")}),
+    "tuple": _Tag(tuple, list, list, tuple),
+    "set": _Tag(set, list, list, set),
+    "frozenset": _Tag(frozenset, list, list, frozenset),
+    "int": _Tag(int, str, str, int),
+    "float": _Tag(float, str, str, {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__),
+    "complex": _parts(complex, "real", "imag"),
+    "bytes": _Tag((bytes, bytearray), str, _to_base64, _from_base64),
+    "dtype": _Tag(torch.dtype, str, DTYPES.__getitem__, TORCH_DTYPES.__getitem__),
+    "device": _Tag(torch.device, str, str, torch.device),
+    "path": _Tag(pathlib.PurePath, str, str, pathlib.Path),
     "datetime": _time(datetime.datetime),
     "date": _time(datetime.date),
     "time": _time(datetime.time),
-    "timedelta": _Tag(
-        datetime.timedelta,
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda v: datetime.timedelta(*_items(v)),
-    ),
-    "range": _Tag(range, _steps, lambda v: range(*_items(v))),
-    "slice": _Tag(slice, _steps, lambda v: slice(*_items(v))),
+    "timedelta": _parts(datetime.timedelta, "days", "seconds", "microseconds"),
+    "range": _parts(range, "start", "stop", "step"),
+    "slice": _parts(slice, "start", "stop", "step"),
     "numpy": _Tag(
-        (numpy.ndarray, numpy.generic),
-        _array_bytes,
-        _array,
-        {"dtype": lambda v: v.dtype.str, "shape": lambda v: list(v.shape)},
+        (numpy.ndarray, numpy.generic), str, _array_bytes, _array, {"dtype": lambda v: v.dtype.str, **_SHAPE}
     ),
     "dropped": _Tag(
-        Dropped, lambda v: v.text, lambda v, kind: Dropped(str(kind), str(v)), {"type": lambda v: v.type_name}
+        Dropped, str, attrgetter("text"), lambda v, kind: Dropped(str(kind), v), {"type": attrgetter("type_name")}
     ),
 }
 _TIMES = ("datetime", "date", "time", "timedelta")
 _PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 """Conversions of instances of subclasses to the type itself, by the type's own methods."""
-TAGS = frozenset({*_TAGS, "tensor", "stored", "pickle", "omegaconf"})
+TAGS = frozenset({*_TAGS, "stored", "pickle", "omegaconf"})
 """All tags of JSON: the table of FORMAT.md."""
 
 
@@ -197,7 +180,7 @@ class Encoder:
 
     Args:
         droppable: prefixes of paths where an unstorable value becomes a placeholder instead of an error.
-        inline_bytes: plain tensors up to this size are stored inside the JSON; None: all of them.
+        inline_bytes: plain tensors up to this size are stored inside the JSON.
         pickles: whether to pickle other values, if possible; None where this is no option, so that no error advises it.
 
     Attributes:
@@ -208,7 +191,7 @@ class Encoder:
     """
 
     def __init__(
-        self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES, *, pickles: bool | None = None
+        self, droppable: tuple[str, ...] = (), inline_bytes: float = INLINE_BYTES, *, pickles: bool | None = None
     ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain: dict[str, torch.Tensor] = {}
@@ -230,7 +213,7 @@ class Encoder:
         if isinstance(value, list):
             return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return self._tensor(value, path, depth)
         if not isinstance(value, enum.Enum):
             for base, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
                 if isinstance(value, base) and kind is not base:
@@ -241,11 +224,10 @@ class Encoder:
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""
         if self.unstorable:
+            listed = "\n  ".join(self.unstorable)
             raise StateError(
-                "state that cannot be stored without pickle:\n  "
-                + "\n  ".join(self.unstorable)
-                + "\nReturn plain values "
-                "(numbers, strings, lists, dicts, tensors, …) from the state_dict or on_save_checkpoint that holds it"
+                f"state that cannot be stored without pickle:\n  {listed}\nReturn plain values (numbers, strings, "
+                "lists, dicts, tensors, …) from the state_dict or on_save_checkpoint that holds it"
                 + (", or pass ShardCkptIO(pickle_objects=True)." if self._pickles is False else ".")
             )
 
@@ -258,25 +240,25 @@ class Encoder:
             return self._refuse(value, path)
         fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
         if tag in MAPPINGS:
-            items = [(key, item) for key, item in content if not is_elsewhere(item)]  # each stage adds its own
-            names = [f"{path}/{key}" if path else str(key) for key, _ in items]
-            values = [self.encode(item, name, depth + 1) for name, (_, item) in zip(names, items, strict=True)]
-            if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key, _ in items):
-                return dict(zip((key for key, _ in items), values, strict=True))
-            keys = [self.encode(key, path, depth + 1) for key, _ in items]
-            return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
+            pairs = [
+                (key, self.encode(item, f"{path}/{key}" if path else str(key), depth + 1))
+                for key, item in content
+                if not is_elsewhere(item)  # each stage adds its own
+            ]
+            if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key, _ in pairs):
+                return dict(pairs)
+            return {TAG: tag, "v": [[self.encode(key, path, depth + 1), item] for key, item in pairs]}
         content = self.encode(content, path, depth)
         if tag in ("set", "frozenset"):  # the order of a set of strings differs between processes
             content.sort(key=json.dumps)
-        return {TAG: tag, "v": content, **fields} if tag == "deque" else {TAG: tag, **fields, "v": content}
+        return {TAG: tag, **fields, "v": content}
 
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+    def _tensor(self, value: torch.Tensor, path: str, depth: int) -> Any:
         dtype_name(value, path)  # raises an error for a tensor without plain memory
         if local_part(value) is value:
             self.plain[path] = value
-            if self._inline_bytes is None or value.numel() * value.element_size() <= self._inline_bytes:
-                fields = {"dtype": DTYPES[value.dtype], "shape": list(value.shape)}
-                return {TAG: "tensor", **fields, "v": _to_base64(host_bytes(value))}
+            if value.nbytes <= self._inline_bytes:
+                return self._tagged("tensor", value, path, depth)
         key, number = path, 1
         while key in self.tensors:  # {"a/b": …} and {"a": {"b": …}} have the same path
             number += 1
@@ -291,7 +273,7 @@ class Encoder:
             return {TAG: "omegaconf", "v": self.encode(content, path)}
         if self._pickles and (pickled := _pickle(value)) is not None:
             return {TAG: "pickle", "type": kind, "v": _to_base64(pickled)}
-        if path.startswith(self._droppable) and self._droppable:
+        if path.startswith(self._droppable):
             self.dropped.append(f"{path}: {kind}")
             return {TAG: "dropped", "type": kind, "v": repr(value)[:200]}
         self.unstorable.append(f"{path}: {kind}")
@@ -304,7 +286,7 @@ def encode_small(value: Any, path: str) -> Any:
     Raises:
         StateError: naming every path whose value cannot be stored.
     """
-    encoder = Encoder(inline_bytes=None)
+    encoder = Encoder(inline_bytes=math.inf)
     encoded = encoder.encode(value, path)
     encoder.unstorable += [f"{key}: a sharded tensor" for key in encoder.tensors]
     encoder.check()
@@ -358,17 +340,18 @@ def decode(
             if tag == "stored":
                 return stored(value["v"])
             content = walk(value["v"])
-            if tag == "tensor":
-                return _tensor(content, value["dtype"], value["shape"])
             if tag == "pickle":
-                name = _text(value["type"])
-                return _unpickle(_from_base64(content), name) if unpickles else Pickled(name)
+                name = str(value["type"])
+                return _unpickle(_from_base64(content), name) if unpickles else Pickled(name, _UNREAD)
             if tag == "omegaconf":
                 if not isinstance(content, dict | list):  # OmegaConf would parse a string as YAML
                     raise TypeError(f"{shown(content)} is not a container")
                 has_class = makes_configs and find_spec("omegaconf") is not None
                 return import_module("omegaconf").OmegaConf.create(content) if has_class else content
-            return _TAGS[tag].from_json(content, *(value[name] for name in _TAGS[tag].fields))
+            row = _TAGS[tag]
+            if not isinstance(content, row.content):
+                raise TypeError(f"{shown(content)} is not a {row.content.__name__}")
+            return row.from_json(content, *(value[name] for name in row.fields))
         except ShardCkptError:
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
@@ -413,11 +396,9 @@ def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
     """Return the placeholders in a decoded value, by path."""
     if isinstance(value, Dropped):
         return {place: value}
-    value = vars(value) if isinstance(value, argparse.Namespace) else value
-    if not isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return {}
-    lost: dict[str, Dropped] = {}
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    value, lost = vars(value) if isinstance(value, argparse.Namespace) else value, dict[str, Dropped]()
+    is_list = isinstance(value, list | tuple | set | frozenset | deque)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value if is_list else ()):
         lost |= lost_values(item, f"{place}/{key}" if place else str(key))
     return lost
 

@@ -8,7 +8,7 @@ All stored entries of such modules are read beside them, which takes their memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,9 +27,6 @@ from lightning_shardckpt.state.state_dicts import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
-
-
-# ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,10 @@ class LoadHooks:
             of_all: True if other code will change the entries before they are loaded.
         """
         of_user, of_libraries = any(map(has_own_load, modules.values())), list[str]()
-        for start, root in modules.items():
-            for name, module in root.named_modules(remove_duplicate=False):
-                origins = pre_load_origins(module)
-                of_user = of_user or "user" in origins or has_post_load_hooks(module)
-                if origins:
-                    of_libraries.append(start + clean_fqn(f"{name}." if name else ""))
+        for name, module in _parts_of(modules):
+            origins = pre_load_origins(module)
+            of_user = of_user or "user" in origins or has_post_load_hooks(module)
+            of_libraries += [clean_fqn(name)] if origins else []
         return cls(of_user, tuple(of_libraries), of_all or _has_copies(modules, state_dict))
 
     def act_on(self, differing: Iterable[str]) -> bool:
@@ -89,21 +84,32 @@ class HookedState:
     versions: Mapping[str, Any] | None = None
 
 
-# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _parts_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules inside ``modules`` with the prefix of the names of their entries."""
+    for start, root in modules.items():
+        for name, module in root.named_modules(remove_duplicate=False):
+            yield f"{start}{name}." if name else start, module
+
+
+def _own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for start, root in modules.items():
+        yield from ((start + name, tensor) for name, tensor in chain(*named_tensors(root)))
 
 
 def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any]) -> bool:
     """Return True if entries other than extra state do not share the modules' memory."""
     if not any(map(has_own_state_dict, modules.values())):
         return False
-    own = chain(*(chain(*named_tensors(module)) for module in modules.values()))
-    live = {local_tensor(tensor).data_ptr() for _, tensor in own}
+    live = {local_tensor(tensor).data_ptr() for _, tensor in _own_tensors(modules)}
     for name, value in state_dict.items():
         part = local_tensor(value) if isinstance(value, torch.Tensor) else None
         is_live = part is not None and (part.data_ptr() in live or not part.numel())
         if not is_live and not is_extra_state(name):
             return True
     return False
+
+
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +131,14 @@ class LoadedModules:
     def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the loaded state dict under the modules' own names: filled tensors, and entries not in the modules.
 
-        Args:
-            values: loaded entries that are not tensors, by canonical name.
+        ``values`` has loaded entries that are not tensors, by canonical name.
         """
         registered = {clean_fqn(name): name for name in self.live}
         if self.hooked is None:
-            own = {registered[name]: value for name, value in values.items() if name in registered}
-            return {**self.live, **own}
+            return {**self.live, **{registered[name]: value for name, value in values.items() if name in registered}}
         entries = self.hooked.entries
         state_dict = {own: entries[name] for name, own in registered.items() if name in entries}
-        starts = {
-            clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
-            for start, root in self.modules.items()
-            for name, _ in root.named_modules(remove_duplicate=False)
-        }
+        starts = {clean_fqn(name): state_name(name) for name, _ in _parts_of(self.modules)}
         for name in (name for name in entries if name not in registered):
             around = max((start for start in starts if name.startswith(start)), key=len, default="")
             state_dict[starts.get(around, "") + name.removeprefix(around)] = entries[name]
@@ -162,38 +162,34 @@ class LoadedModules:
             MismatchError: for entries that do not fit, and if ``strict``, for missing and unexpected entries.
             StateError: if a hook replaced a parameter.
         """
-        edited, hooked = self._edited_entries(state_dict), self.hooked
-        if not edited and hooked is None:
+        edited, hooked = self._edited_entries(state_dict), self.hooked or HookedState({})
+        if not edited and self.hooked is None:
             return []
-        own = {start + n: tensor for start, root in self.modules.items() for n, tensor in chain(*named_tensors(root))}
+        own = dict(_own_tensors(self.modules))
         entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
-        versions = None if hooked is None else hooked.versions
         missing, unexpected, lines = list[str](), list[str](), list[str]()
         for start, module in self.modules.items():
             inside = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
-            names = (name for name, _ in module.named_modules())
-            inside = add_versions(inside, None if versions is None else versions_in(versions, start), names)
+            versions = None if hooked.versions is None else versions_in(hooked.versions, start)
+            inside = add_versions(inside, versions, (name for name, _ in module.named_modules()))
             for found, keys in zip((missing, unexpected, lines), _load_module(module, inside), strict=True):
                 found += [start + name for name in keys]
         if keep_parameters:
             self._check_same(own)
-        reported = frozenset[str]() if hooked is None else hooked.reported
-        lines += [f"{n}  in model only" for n in missing if n in self.live and clean_fqn(n) not in reported]
-        filled = self.live if hooked is None else {}
+        lines += [f"{n}  in model only" for n in missing if n in self.live and clean_fqn(n) not in hooked.reported]
+        filled = self.live if self.hooked is None else {}
         unmatched = (n for n in unexpected if n not in filled and clean_fqn(n) not in self.whole.state)
         lines += [f"{name}  in checkpoint only" for name in unmatched]
         if strict and lines:
             count = count_text(len(lines), "difference")
             raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
-        taken = self.state_dict({}).keys() - state_dict  # by on_load_checkpoint
-        return [line for line in lines if line.partition("  ")[0] not in taken]
+        return lines
 
     def _edited_entries(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries that are not in the modules; full tensors are cut to this rank's part of a sharded one."""
         edited = {name: value for name, value in state_dict.items() if value is not self.live.get(name)}
         for tie in self.whole.ties:  # the hook may have used the tensor's name in another stage
-            names = [name for name in edited if clean_fqn(name) in tie]
-            if names:
+            if names := [name for name in edited if clean_fqn(name) in tie]:
                 value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
                 edited |= {name: value for name in self.live if clean_fqn(name) in tie}
         return {name: cut(value, self.live.get(name)) for name, value in edited.items()}

@@ -1,8 +1,7 @@
 """Tensor memory as host bytes, copies of tensors in host memory, and the stored names of dtypes.
 
-A contiguous CPU tensor is used in place. Any other tensor is copied to the host piece by piece, so that the extra
-memory is bounded by the largest piece. An asynchronous save copies all tensors into memory that later saves reuse, so
-that training can go on.
+A contiguous CPU tensor is used in place. Any other tensor is copied to the host piece by piece, which bounds the extra
+memory. An asynchronous save copies all tensors into memory that later saves reuse, so that training can go on.
 """
 
 from __future__ import annotations
@@ -69,10 +68,8 @@ def refuse_compound(tensor: torch.Tensor, name: str) -> None:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the row-major bytes of a tensor, without a copy if possible. They keep the memory alive."""
-    if is_host_memory(tensor):
-        return bytes_of(tensor)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return bytes_of(tensor.to("cpu").contiguous())
+    plain = tensor if is_host_memory(tensor) else tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return bytes_of(plain)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -102,27 +99,31 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
 
 
 class _PinnedPages(mmap.mmap):
-    """Pinned memory of exactly the requested size, to which a GPU copies asynchronously.
+    """Pages that stay pinned for as long as tensors use them."""
 
-    torch's own allocator of pinned memory rounds up to a power of two, and does not return freed memory to the system.
-    """
-
-    _address = 0
-
-    @classmethod
-    def of(cls, nbytes: int) -> _PinnedPages | None:
-        """Return pinned memory of ``nbytes``; None if the driver refuses to pin it."""
-        pages = cls(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages._address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        error = int(torch.cuda.cudart().cudaHostRegister(pages._address, len(pages), 0))  # type: ignore[no-untyped-call]  # torch's
-        if not error:
-            return pages
-        pages._address = 0
-        return None
+    address = 0  # of pinned ones
 
     def __del__(self) -> None:
-        if self._address:
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]  # torch's
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _allocate(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(allocate_pages(nbytes), dtype=torch.uint8)
+
+
+def _allocate_pinned(nbytes: int) -> torch.Tensor:
+    """Return pinned memory of exactly ``nbytes``, to which a GPU copies asynchronously.
+
+    torch's own allocator, for a driver that refuses to pin pages, rounds up to a power of two, and does not return
+    freed memory to the system.
+    """
+    pages = _PinnedPages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(pages), 0)):  # type: ignore[no-untyped-call]
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    pages.address = memory.data_ptr()
+    return memory
 
 
 class HostMemory:
@@ -157,11 +158,8 @@ class HostMemory:
         ends = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors), initial=0))
         if self._memory.numel() < ends[-1] or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
-            pages = _PinnedPages.of(ends[-1]) if pinned else allocate_pages(ends[-1])
-            if pages is None:
-                self._memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-            else:
-                self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+            allocate = _allocate_pinned if pinned else _allocate
+            self._memory = allocate(ends[-1])
         parts = (self._memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, ends, strict=False))
         return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -31,7 +31,7 @@ from lightning_shardckpt.state.tensor_bytes import dtype_name, is_elsewhere
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""
 
-_LIGHTNINGS = (*HYPER_PARAMETERS, "callbacks", "loops", "lr_schedulers")
+_MAY_DIFFER = (*HYPER_PARAMETERS, "callbacks", "loops", "lr_schedulers")  # metrics may come from a rank's own batches
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -86,7 +86,8 @@ def snapshot(
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
-    replicated = {key: tensor for key, tensor in encoder.plain.items() if _must_be_replicated(key)}
+    equal = (k for k in encoder.plain if k.partition("/")[0] not in _MAY_DIFFER and not _is_statistic(k))
+    replicated = {key: encoder.plain[key] for key in equal}
     return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), replicated)
 
 
@@ -123,17 +124,9 @@ def _leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str
     return kept, document
 
 
-def _must_be_replicated(key: str) -> bool:
-    """Return whether a plain tensor of the trainer's state must be equal on all ranks.
-
-    False for callbacks, whose metrics may come from a rank's own batches, and for running statistics of norms.
-    """
-    return key.partition("/")[0] not in _LIGHTNINGS and not _is_statistic(key.replace("/", "."))
-
-
 def _is_statistic(name: str) -> bool:
     """Return whether a name is that of running statistics of a norm, which each rank may have of its own."""
-    return name.rpartition(".")[2] in _STATISTICS
+    return name.replace("/", ".").rpartition(".")[2] in _STATISTICS
 
 
 def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -157,20 +150,11 @@ def fqns_of(key: str) -> Iterator[str]:
         name = name.partition(".")[2]
 
 
-def entry_of(key: str, entries: Collection[str]) -> str | None:
-    """Return the model's entry whose name ends a key of trainer state; None if there is none."""
-    return next((name for name in fqns_of(key) if name in entries), None)
-
-
 def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool], path: str = "") -> None:
     """Remove tensors and extra state of other pipeline stages from decoded trainer state, by their keys. In place.
 
-    So state that a callback keeps by parameter name has only names of this stage after a load.
-
-    Args:
-        state: decoded trainer state.
-        is_elsewhere: takes a key of trainer state.
-        path: the key of ``state``.
+    So state that a callback keeps by parameter name has only names of this stage after a load. ``is_elsewhere`` takes a
+    key of trainer state; ``path`` is that of ``state``.
     """
     if isinstance(state, argparse.Namespace):
         state = vars(state)

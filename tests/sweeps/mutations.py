@@ -228,7 +228,7 @@ MUTATIONS = (
              "if not stat.S_ISREG(mode):", "self._follow_links = True\n                if False:",
              ("unit/format/test_format.py::test_f6_a_link_in_place_of_a_file_is_refused",)),
     Mutation("a pickled object is executed although nobody allowed it", SAFE, "state/json_tree.py",
-             "if unpickles else Pickled(name)", "if True else Pickled(name)",
+             "if unpickles else Pickled(name, _UNREAD)", "if True else Pickled(name, _UNREAD)",
              ("system/test_pickled_objects.py::test_nothing_is_executed_without_consent",)),
     # ── the step ──────────────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("gradients of replicas are not reduced", STEP, "parallel/sharding/gradient_sync.py",
