@@ -183,7 +183,36 @@ def load(
         CorruptionError: naming file, tensor and rank; some live tensors have changed.
         OSError: with ``errno.ESTALE``, if the checkpoint was replaced twice, or during a load of a part of the state.
     """
-    load_once = partial(_load, path, live, ranks, options, pick_rank or (lambda _: ranks.rank), storage)
+    name, pick = f"checkpoint {path!r}", pick_rank or (lambda _: ranks.rank)
+    look: Callable[[], Any] = (lambda: None) if isinstance(live, LoadTargets) else live.look
+    opened: dict[str, Any] = {"verify": options.verify, "weights_only": options.weights_only, "report": look}
+
+    def load_once() -> LoadJob:
+        with gc_paused(), open_on_ranks(path, ranks=ranks, storage=storage, **opened) as (source, views):
+            if not isinstance(live, LoadTargets):
+                live.agree(views, ranks)
+            plans = list[tuple[LoadTargets, LoadJob]]()
+
+            def compare() -> RankComparison:
+                targets = live if isinstance(live, LoadTargets) else live.targets()
+                plans.append((targets, start_load(source, targets, strict=options.strict, pick_rank=pick)))
+                return plans[0][1].comparison
+
+            def decide(reports: Sequence[RankComparison]) -> RankComparison:
+                return _decide(source.path, plans[0][0].remedy, options.strict, reports)
+
+            decision: RankComparison = ranks.step(f"comparing {name} with the model", compare, decide)
+            ((targets, job),) = plans
+            job.notes.extend(decision["differences"])
+            with mark_partly_loaded(targets.objects, path, decision["is_full"]):
+                try:
+                    ranks.step(f"reading {name}", lambda: job.fill(decision["sources"]), _nothing)
+                except OSError as error:
+                    if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may mix two saves
+                        raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
+                    raise
+            return job
+
     return restarted_if_replaced(load_once)
 
 
@@ -195,44 +224,6 @@ def restarted_if_replaced(read: Callable[[], _T]) -> _T:
         if error.errno != errno.ESTALE or isinstance(error, ShardCkptError):
             raise
         return read()
-
-
-def _load(
-    path: str,
-    live: LoadTargets | LoadState,
-    ranks: Ranks,
-    options: LoadOptions,
-    pick_rank: Callable[[Any], int],
-    storage: Storage,
-) -> LoadJob:
-    name = f"checkpoint {path!r}"
-    verify, safe = options.verify, options.weights_only
-    look: Callable[[], Any] = (lambda: None) if isinstance(live, LoadTargets) else live.look
-    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, report=look)
-    with gc_paused(), opening as (source, views):
-        if not isinstance(live, LoadTargets):
-            live.agree(views, ranks)
-        plans = list[tuple[LoadTargets, LoadJob]]()
-
-        def compare() -> RankComparison:
-            targets = live if isinstance(live, LoadTargets) else live.targets()
-            plans.append((targets, start_load(source, targets, strict=options.strict, pick_rank=pick_rank)))
-            return plans[0][1].comparison
-
-        def decide(reports: Sequence[RankComparison]) -> RankComparison:
-            return _decide(source.path, plans[0][0].remedy, options.strict, reports)
-
-        decision: RankComparison = ranks.step(f"comparing {name} with the model", compare, decide)
-        ((targets, job),) = plans
-        job.notes.extend(decision["differences"])
-        with mark_partly_loaded(targets.objects, path, decision["is_full"]):
-            try:
-                ranks.step(f"reading {name}", lambda: job.fill(decision["sources"]), _nothing)
-            except OSError as error:
-                if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may leave a mix of two saves
-                    raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
-                raise
-        return job
 
 
 def _decide(path: str, remedy: str, strict: bool, reports: Sequence[RankComparison]) -> RankComparison:
@@ -288,21 +279,20 @@ def load_full(
         CorruptionError: naming file, tensor and rank.
     """
     device = _device_of(map_location)
-    read = partial(_load_full, path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
+
+    def read() -> dict[str, Any]:
+        alone = Ranks.alone()
+        with open_on_ranks(path, ranks=alone, storage=storage, verify=verify, weights_only=weights_only) as (source, _):
+
+            def whole(component: str, key: str) -> torch.Tensor:
+                shape, dtype = source.checked_shape(component, key), source.table[component][key].spec.dtype
+                target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[dtype]))
+                plan_reads(source, [target])()
+                return target.tensor
+
+            return assemble(source, whole, decode_small, optimizers=optimizers)
+
     return _move_to(restarted_if_replaced(read), device)
-
-
-def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool, storage: Storage) -> dict[str, Any]:
-    ranks = Ranks.alone()
-    with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as (source, _):
-
-        def whole(component: str, key: str) -> torch.Tensor:
-            shape, dtype = source.checked_shape(component, key), source.table[component][key].spec.dtype
-            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[dtype]))
-            plan_reads(source, [target])()
-            return target.tensor
-
-        return assemble(source, whole, decode_small, optimizers=optimizers)
 
 
 def _device_of(map_location: MAP_LOCATION) -> torch.device:

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +53,7 @@ def new_gloo_group(ranks: list[int], *, timeout_s: float = 1800.0) -> dist.Proce
     return group
 
 
-Notice: TypeAlias = Callable[[str, Collection[int], set[str]], None]
-notices: list[Notice] = []
+notices: list[Callable[[str, Collection[int], set[str]], None]] = []
 """Called by each wait every few seconds, with its purpose, the ranks that it waits for, and what it has seen before.
 
 They raise if one of these ranks waits for this one elsewhere. The list is emptied when the groups in which ranks wait
