@@ -82,6 +82,12 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the versions of several tensors, as `version_of`."""
+    with without_torch_function():
+        return [tensor._version for tensor in tensors]
+
+
 def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
     """Return a context in which changes of ``tensor`` do not increase its version, which autograd checks."""
     return _unsafe_preserve_version_counter(tensor)
@@ -111,12 +117,12 @@ def viewed_tensor(view: Tensor) -> Tensor | None:
     return view._base
 
 
-def storage_uses(tensor: Tensor) -> int:
-    """Return the number of tensors over the storage of a plain strided tensor, and of storage objects.
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors over a storage, and of storage objects.
 
-    Relies on ``torch._C._storage_Use_Count``. Compare only numbers from the same kind of call.
+    Relies on ``torch._C._storage_Use_Count``.
     """
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +27,12 @@ from lightning_shardckpt.parallel.sharding.fqn import (
     tied_state,
 )
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP, choose_units, fsdp_modules, reshard, units_around
-from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine
+from lightning_shardckpt.parallel.sharding.fsdp_root import Engine, Unit
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
-from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
+from lightning_shardckpt.parallel.sharding.units import make_unit, refuse_nested_tensors
 from lightning_shardckpt.parallel.tensors.parameters import follow_parameters, retire_parameter, shard_parameters
 from lightning_shardckpt.parallel.tensors.placement import peers_of
 from lightning_shardckpt.parallel.tensors.views import keep_gathered
@@ -242,13 +241,13 @@ def _parallelize(
         ignored |= {p for p in root.parameters() if not isinstance(p, DTensor) and (p not in inside or p.is_complex())}
         has_data_axes_alone = topology.pipeline == topology.tensor == 1
         engine = Engine(
+            root,
             meshes.fsdp,
             device,
             [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1],
             offload=fsdp.cpu_offload,
             reduce_dtype=recipe.reduce_dtype,
             autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
-            plan=partial(list_units, root),
         )
     if topology.tensor > 1 or topology.shard > 1:  # else all stay plain
         over = meshes.fsdp if topology.data_parallel > 1 else None

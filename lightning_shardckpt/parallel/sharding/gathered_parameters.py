@@ -306,12 +306,10 @@ class KeptGathers:
 
 def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
     """Turn a gathered tensor into a parameter that stands for ``leaf``, in place, and return it."""
-    whole.__dict__["_leaf"] = leaf
-    if type(whole) is Tensor:
-        whole.__class__ = GatheredCopy
-    elif type(whole) is DTensor:
-        whole.__class__ = GatheredPart
     mark_as_parameter(whole)
+    whole.__dict__["_leaf"] = leaf
+    if type(whole) in (Tensor, DTensor):
+        whole.__class__ = GatheredCopy if type(whole) is Tensor else GatheredPart
     return whole
 
 
@@ -326,11 +324,7 @@ def values_of(whole: Tensor) -> Tensor:
     return _data.__get__(whole)  # type: ignore[no-any-return]  # a Tensor
 
 
-def views_of(whole: Tensor) -> list[ref[Tensor]]:
-    """Return the recorded detached views of a gathered parameter."""
-    return vars(whole).get("_views", [])  # type: ignore[no-any-return]  # as `GatheredCopy` makes it
-
-
-def was_data_read(whole: Tensor) -> bool:
-    """Return whether ``data`` of a gathered parameter was read: changes through it do not change the version."""
-    return vars(whole).get("_touched", False)  # type: ignore[no-any-return]  # a bool
+def traces_of(whole: Tensor) -> tuple[bool, list[ref[Tensor]]]:
+    """Return whether ``data`` was read, through which changes keep the version, and the recorded detached views."""
+    attributes = vars(whole)
+    return attributes.get("_touched", False), attributes.get("_views", [])

@@ -17,11 +17,9 @@ place, and ``fully_shard`` gathers again when autograd unpacks it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -49,78 +47,41 @@ from lightning_shardckpt.compat.torch_tensors import (
     map_tensors,
     memory_id,
     version_of,
+    versions_of,
     viewed_tensor,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine, FSDPProxy, Gathered, PlannedUnit
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import FSDPProxy, Gathered
+from lightning_shardckpt.parallel.sharding.fsdp_root import Unit, own_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
     enter_forward,
     hide_gradients,
     leave_forward,
+    traces_of,
     values_of,
-    views_of,
-    was_data_read,
 )
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
 from lightning_shardckpt.parallel.tensors.gather import is_part
-from lightning_shardckpt.parallel.tensors.gathered_weights import (
-    LAYERS,
-    CastWeight,
-    SavedParameters,
-    cast_weights,
-    has_cast_weight,
-)
+from lightning_shardckpt.parallel.tensors.gathered_weights import SavedParameters, cast_weights, has_cast_weight
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 from lightning_shardckpt.parallel.tensors.views import connect_to_shards
 
 Forward = Callable[..., Any]
-Slot = tuple[nn.Module, str]
+Slot = tuple[nn.Module, str, ShardedTensor]
 _PACKAGE = Path(__file__).parents[2]
 _NOT_COMPILED = [str(_PACKAGE / folder) for folder in ("compat", "parallel/sharding", "parallel/tensors")]
 """The folders with the code of sharding, which torch.compile skips."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unit:
-    """The settings of a unit.
-
-    Attributes:
-        name: the name of the module, for messages.
-        device: where its parameters are gathered.
-        reshard: whether torch's engine frees them between forward and backward.
-        is_rest: True if torch's engine may gather them together with other units' parameters.
-        recompute: whether to recompute the activations in the backward (activation checkpointing).
-        inner: whether another unit has its parameters.
-        engine: torch's engine; None if this package gathers.
-    """
-
-    name: str
-    device: torch.device
-    reshard: bool = False
-    is_rest: bool = False
-    recompute: bool = False
-    inner: bool = False
-    engine: Engine | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        return self
 
 
 def make_unit(module: nn.Module, unit: Unit) -> None:
     """Make ``module`` a unit, by an attribute ``forward`` of the instance: its class stays as it is."""
     skip_folders(_NOT_COMPILED)
     module.__dict__["forward"] = UnitForward(module, unit, vars(module).get("forward"))
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Return whether a module is a unit with its own parameters."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, UnitForward) and not forward.unit.inner
 
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch's dispatch for DTensors
@@ -137,7 +98,7 @@ class UnitForward:
 
     def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
         self._module, self.unit, self._wrapped = ref(module), unit, wrapped
-        self._places = list[Slot]()
+        self._places = list[tuple[nn.Module, str]]()
         self._is_compiled = self._has_fast_paths = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -194,11 +155,11 @@ class UnitForward:
         finally:
             set_frame_callback(compiler)
 
-    def _slots(self) -> list[tuple[nn.Module, str, ShardedTensor]]:
+    def _slots(self) -> list[Slot]:
         """Return the modules and names with the sharded parameters of the unit; none while the unit runs."""
         if not self._places:
             module = self._owner
-            self._places = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
+            self._places = [(m, name) for m in own_modules(module) for name in parameter_slots(m)]
             self._is_compiled = has_compiled(module)
             self._has_fast_paths = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
         slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
@@ -206,7 +167,7 @@ class UnitForward:
 
     def _run_beside(
         self,
-        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+        slots: Sequence[Slot],
         leaves: Sequence[ShardedTensor],
         forward: Callable[[], Any],
         compiler: Any,
@@ -216,8 +177,8 @@ class UnitForward:
         is_compiled = compiler is not None or self._is_compiled
         are_plain, wholes = is_compiled or self._has_fast_paths, dict[int, Tensor]()
         for leaf in leaves:
-            if (gathered := by_fsdp.get(id(leaf))) is not None:
-                wholes[id(leaf)] = as_gathered(gathered.whole, leaf) if gathered.history is None else gathered.whole
+            if id(leaf) in by_fsdp:
+                wholes[id(leaf)] = by_fsdp[id(leaf)].whole
             elif is_part(leaf) and not are_plain:
                 wholes[id(leaf)] = leaf
             elif are_plain or sharding_of(leaf).model_mesh is not None:
@@ -231,8 +192,8 @@ class UnitForward:
 
     def _run_with(
         self,
-        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
-        plain: dict[int, Tensor],
+        slots: Sequence[Slot],
+        plain: Mapping[int, Tensor],
         forward: Callable[[], Any],
         compiler: Any,
         by_fsdp: Gathered,
@@ -241,36 +202,30 @@ class UnitForward:
         name = self.unit.name
         replaced = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in plain}
         leaves, wholes = list(replaced.values()), [plain[number] for number in replaced]
-        cast = {
-            id(leaf): CastWeight.of(leaf, gathered.whole, gathered.history)
-            for leaf in leaves
-            if (gathered := by_fsdp.get(id(leaf))) is not None and gathered.history is not None
-        }
+        cast = {number: gathered.cast for number, gathered in by_fsdp.items() if gathered.cast is not None}
         slots = [slot for slot in slots if id(slot[2]) in replaced and id(slot[2]) not in cast]
         enter_forward(wholes)
-        versions = [version_of(whole) for whole in wholes]
-        saved = None
-        gathered_leaves = [leaf for leaf, whole in zip(leaves, wholes, strict=True) if leaf is not whole]
-        if gathered_leaves and torch.is_grad_enabled() and KeptGathers.current is None:
-            regather = [by_fsdp[id(p)].regather if id(p) in by_fsdp else None for p in gathered_leaves]
-            saved = SavedParameters(name, gathered_leaves, [plain[id(p)] for p in gathered_leaves], regather)
+        memories = {memory_id(local_tensor(w)): p for p, w in zip(leaves, wholes, strict=True) if p is not w}
+        versions, saved = versions_of(wholes), None
+        if memories and torch.is_grad_enabled() and KeptGathers.current is None:
+            saved = SavedParameters(name, memories, {number: by_fsdp[number].regather for number in by_fsdp})
         try:
-            hooks = nullcontext() if saved is None else saved.hooks()
-            with _put_in_place(slots, plain), cast_weights(cast), hooks:
+            with _put_in_place(slots, plain), cast_weights(cast), nullcontext() if saved is None else saved.hooks():
                 set_frame_callback(compiler)
                 try:
                     outputs = forward()
                 finally:
                     set_frame_callback(None)
-            for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
-                if version_of(whole) != version or was_data_read(whole):
+            for leaf, whole, before, now in zip(leaves, wholes, versions, versions_of(wholes), strict=True):
+                was_read, views = traces_of(whole)
+                if now != before or was_read:
                     _write_back(leaf, whole, name)
-                if views := views_of(whole):
+                if views:
                     views[:] = [view for view in views if view() is not None]
                     _views[leaf] = views, version_of(local_tensor(leaf))
             if saved is not None:
                 saved.end_forward()
-            freed = {memory_id(local_tensor(gathered.whole)) for gathered in by_fsdp.values()}
+            freed = {memory for memory, leaf in memories.items() if id(leaf) in by_fsdp}
             return _replace_in_outputs(outputs, leaves, wholes, freed)
         finally:
             leave_forward(wholes)
@@ -347,47 +302,6 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
             )
 
 
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and the modules inside it, except for units and modules inside them."""
-    yield module
-    for child in module.children():
-        if not is_unit(child):
-            yield from _own_modules(child)
-
-
-def list_units(root: nn.Module) -> list[PlannedUnit]:
-    """Return the units of ``root``, with the parameters that torch's engine can gather."""
-    units = [module for module in root.modules() if is_unit(module)]
-    owned = {
-        unit: {id(leaf): leaf for m in _own_modules(unit) for leaf in parameter_slots(m).values()} for unit in units
-    }
-    inside = {id(m) for unit in units for m in _own_modules(unit)}
-    counts = Counter(number for leaves in owned.values() for number in leaves)
-    counts.update(id(leaf) for m in root.modules() if id(m) not in inside for leaf in parameter_slots(m).values())
-    planned, is_compiled = [], has_compiled(root)
-    for unit, slots in owned.items():
-        settings: Unit = unit.__dict__["forward"].unit
-        sharded: list[Any] = [leaf for leaf in slots.values() if isinstance(leaf, ShardedTensor)]
-        leaves = [p for p in sharded if p.is_floating_point() and p.numel()]
-        if leaves:
-            shared = {id(p) for p in leaves if counts[id(p)] > 1}
-            cast = set() if is_compiled else _cast_by_autocast(unit) - shared
-            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, cast, shared))
-    return planned
-
-
-def _cast_by_autocast(unit: nn.Module) -> set[int]:
-    """Return the ids of the parameters of a unit that only torch's own linear layers and convolutions have."""
-    inside, others = set[int](), set[int]()
-    for module in _own_modules(unit):
-        is_plain = type(module) in LAYERS and not isinstance(getattr(module, "padding", None), str)
-        slots: dict[str, Any] = {**parameter_slots(module)}
-        for name, leaf in slots.items():
-            is_whole = isinstance(leaf, ShardedTensor) and sharding_of(leaf).model_mesh is None
-            (inside if is_plain and is_whole and name in ("weight", "bias") else others).add(id(leaf))
-    return inside - others
-
-
 def refuse_nested_tensors(root: nn.Module) -> None:
     """Make nn.TransformerEncoder raise where it would use nested tensors on a single process.
 
@@ -419,13 +333,12 @@ def _gather_to_keep(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]
     """Gather parameters for several passes."""
     wholes: dict[int, Tensor] = {}
     for proxy, selected in _select_proxies(unit, leaves, is_compiled=False):  # pipelines don't gather cast weights
-        kept = map(as_gathered, proxy.keep(selected), selected)
-        wholes |= dict(zip(map(id, selected), kept, strict=True))
+        wholes |= dict(zip(map(id, selected), proxy.keep(selected), strict=True))
     return [wholes[id(leaf)] if id(leaf) in wholes else _gather(unit, leaf) for leaf in leaves]
 
 
 @contextmanager
-def _put_in_place(slots: Sequence[tuple[nn.Module, str, ShardedTensor]], wholes: dict[int, Tensor]) -> Iterator[None]:
+def _put_in_place(slots: Sequence[Slot], wholes: Mapping[int, Tensor]) -> Iterator[None]:
     for module, name, leaf in slots:
         parameter_slots(module)[name] = wholes[id(leaf)]  # type: ignore[assignment]  # torch takes it for a parameter
     flat = refresh_flat_weights({id(m): m for m, _, _ in slots}.values())

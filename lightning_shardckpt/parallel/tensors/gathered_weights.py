@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, rows_of, spec_of
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
@@ -39,19 +39,18 @@ class SavedParameters:
     Autograd can't see changes of a parameter whose memory it does not keep, nor of tensors that hooks have packed, and
     would compute wrong gradients. As for plain tensors, a change is an error.
 
-    ``regather`` returns the memory of a parameter in a backward, if torch's engine frees it; it is None for others.
+    Args:
+        name: the name of the unit, for messages.
+        leaves: the sharded parameters by the id of the gathered memory, which is not kept.
+        regather: functions that return the memory of a parameter in a backward, by the id of the parameter, if torch's
+            engine frees it.
     """
 
     def __init__(
-        self,
-        name: str,
-        leaves: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        regather: Sequence[Callable[[], Tensor] | None],
+        self, name: str, leaves: Mapping[int, DTensor], regather: Mapping[int, Callable[[], Tensor]]
     ) -> None:
-        self._name, self._leaves, self._regather = name, leaves, regather  # not `wholes`, whose memory is to be freed
-        self._numbers = {_memory(whole): n for n, whole in enumerate(wholes)}
-        self._versions: list[tuple[int, int]] = []
+        self._name, self._leaves, self._regather = name, leaves, regather
+        self._versions: dict[int, tuple[int, int]] = {}
         self._outer: SavedParameters | None = None  # of the unit around this one
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -63,34 +62,36 @@ class SavedParameters:
 
     def end_forward(self) -> None:
         """End the forward: from now on, parameters must not change."""
-        self._versions = [self._key(n) for n in range(len(self._leaves))]
+        self._versions = {id(leaf): self._key(leaf) for leaf in self._leaves.values()}
 
-    def _key(self, n: int) -> tuple[int, int]:
+    def _key(self, leaf: DTensor) -> tuple[int, int]:
         """Return a key that changes if the backward would get other values."""
-        if self._regather[n] is not None:  # sees what was assigned to ``data``, as a plain leaf does
-            return version_of(self._leaves[n]), 0
-        return version_key(self._leaves[n])
+        if id(leaf) in self._regather:  # sees what was assigned to ``data``, as a plain leaf does
+            return version_of(leaf), 0
+        return version_key(leaf)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        n = self._numbers.get(_memory(tensor))
-        if n is None and self._outer is not None:
+        local = local_tensor(tensor)
+        leaf = self._leaves.get(memory_id(local)) if local.layout == torch.strided else None
+        if leaf is None and self._outer is not None:
             return self._outer._pack(tensor)
-        if n is None:  # not the tensor itself: the graph would form a cycle
+        if leaf is None:  # not the tensor itself: the graph would form a cycle
             return partial(self._unpack_activation, tensor.detach(), version_of(tensor))
-        local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
-        kept = local.detach() if self._regather[n] is None else None
-        return partial(self._unpack, n, kept, (local.size(), local.stride(), local.storage_offset()), spec)
+        kept, spec = None if id(leaf) in self._regather else local.detach(), None
+        if isinstance(tensor, DTensor):
+            spec = spec_of(tensor)
+        return partial(self._unpack, leaf, kept, (local.size(), local.stride(), local.storage_offset()), spec)
 
     def _unpack_activation(self, tensor: Tensor, version: int) -> Tensor:
         if version_of(tensor) != version:
             self._refuse(f"one of shape {tuple(tensor.shape)} that {self._name or 'the module'} computed with")
         return tensor
 
-    def _unpack(self, n: int, kept: Tensor | None, layout: Any, spec: DTensorSpec | None) -> Tensor:
-        if self._versions and self._key(n) != self._versions[n]:
-            self._refuse(f"a parameter of {self._name or 'the module'}, of shape {tuple(self._leaves[n].shape)}")
-        regather = self._regather[n]
-        memory = None if regather is None else local_tensor(regather())  # not under no_grad: then it would not copy
+    def _unpack(self, leaf: DTensor, kept: Tensor | None, layout: Any, spec: DTensorSpec | None) -> Tensor:
+        if self._versions and self._key(leaf) != self._versions[id(leaf)]:
+            self._refuse(f"a parameter of {self._name or 'the module'}, of shape {tuple(leaf.shape)}")
+        # not under no_grad: then it would not copy
+        memory = None if kept is not None else local_tensor(self._regather[id(leaf)]())
         with torch.no_grad():
             local: Any = kept if memory is None else memory.as_strided(*layout)
             return local if spec is None else new_dtensor(local, spec)
@@ -108,13 +109,13 @@ def uses_other_hooks() -> bool:
     return hook is not None and _owner_of(hook) is None
 
 
-def version_key(tensor: Tensor) -> tuple[int, int]:
+def version_key(tensor: DTensor) -> tuple[int, int]:
     """Return a key that changes with a tensor's values, in place or by an assignment to ``data``. No communication.
 
     It changes on all ranks or on none; for an inference tensor, which has no version, always. It has no address: a rank
     without rows has none, and freed memory is reused.
     """
-    local = local_tensor(tensor)
+    local = rows_of(tensor)
     if local.is_inference():
         return next(_keys), 0
     return version_of(local), tensor.__dict__.get(ASSIGNMENTS, 0)
@@ -126,11 +127,6 @@ _keys = count(-1, -1)
 def _owner_of(hook: Any) -> SavedParameters | None:
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, SavedParameters) else None
-
-
-def _memory(tensor: Tensor) -> int:
-    local = local_tensor(tensor)
-    return memory_id(local) if local.layout == torch.strided else 0
 
 
 # ── weights in the dtype of autocast ────────────────────────────────────────────────────────────────────────────────
@@ -157,11 +153,7 @@ class CastWeight(NamedTuple):
     history: Tensor
     version: tuple[int, int]
 
-    @classmethod
-    def of(cls, leaf: Tensor, whole: Tensor, history: Tensor) -> CastWeight:
-        return cls(whole, history, version_key(leaf))
-
-    def fits(self, leaf: Tensor) -> bool:
+    def fits(self, leaf: DTensor) -> bool:
         """Return whether autocast would now cast the parameter to these values, with the same history."""
         if not is_autocast(self.whole.device, self.whole.dtype) or self.version != version_key(leaf):
             return False
