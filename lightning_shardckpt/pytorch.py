@@ -47,7 +47,6 @@ from lightning_shardckpt.parallel.sharding.replaced_functions import replace_fun
 from lightning_shardckpt.parallel.sharding.shared_values import (
     broadcast_rng,
     share_optimizer_rng,
-    synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
 from lightning_shardckpt.state.model import WholeNames, parameter_names
@@ -238,7 +237,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _shard(self) -> ShardedModule:
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
-            synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, self.meshes.data_parallel_group)  # type: ignore[no-untyped-call]  # torch's
         phase, build, self._build = "deciding whether initial weights are needed", self._build, Build()
 
         def restores() -> bool:

@@ -28,22 +28,10 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def returns_gradient_of(leaf: Tensor) -> bool:
-    """Return, in a hook of a leaf, whether ``torch.autograd.grad`` computes its gradient, instead of accumulating it.
-
-    Relies on ``_will_engine_execute_node`` raising for leaves then, and only then.
-    """
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:
-        return True
-    return False
-
-
 def accumulates_gradient_of(leaf: Tensor) -> bool:
     """Return True if the running backward will accumulate the gradient of a leaf; ``autograd.grad`` does not.
 
-    Relies on ``_will_engine_execute_node``, like ``returns_gradient_of``.
+    Relies on ``_will_engine_execute_node`` raising for leaves in ``autograd.grad``, and only there.
     """
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
@@ -70,11 +58,7 @@ def on_node_hook(check: Callable[[Any], None]) -> Callable[[], None]:
         return register(hooks, hook)
 
     function._register_hook = staticmethod(check_and_register)
-
-    def undo() -> None:
-        del function._register_hook  # uncovers the method of the base class
-
-    return undo
+    return lambda: delattr(function, "_register_hook")  # uncovers the method of the base class
 
 
 def node_hooks(leaf: Tensor) -> list[Any]:
@@ -118,15 +102,10 @@ def check_unused_inputs(check: Check) -> Callable[[], None]:
         return gradients
 
     module._engine_run_backward = run
-
-    def undo() -> None:
-        module._engine_run_backward = run_backward
-
-    return undo
+    return partial(setattr, module, "_engine_run_backward", run_backward)
 
 
 _NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
-_OF_TORCH: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[], None]:
@@ -135,21 +114,16 @@ def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]])
     Relies on ``apply`` being a class method of ``torch.autograd.Function``.
     """
 
+    function: Any = torch.autograd.Function
+    original = vars(function)["apply"]
+
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith(_NOT_OF_USERS):
             args = change(cls, args)
-        return _OF_TORCH.__get__(None, cls)(*args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
-    _set_apply(classmethod(apply))
-    return lambda: _set_apply(_OF_TORCH)
-
-
-def _set_apply(descriptor: Any) -> None:
-    torch.autograd.Function.apply = descriptor  # type: ignore[method-assign]  # changed, or restored
-
-
-Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
-"""(optimizer, inverse scale, a zero, whether float16 is allowed) → by device, 1 if a gradient is infinite or NaN."""
+    function.apply = classmethod(apply)
+    return partial(setattr, function, "apply", original)
 
 
 def norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
@@ -160,6 +134,10 @@ def norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> li
 def unscale(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply gradients of one device and dtype in place; write 1 to ``found_inf`` if one is infinite or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
+
+
+Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+"""(optimizer, inverse scale, a zero, whether float16 is allowed) → by device, 1 if a gradient is infinite or NaN."""
 
 
 def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> Callable[[], None]:

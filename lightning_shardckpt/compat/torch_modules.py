@@ -79,31 +79,20 @@ class _Intercepted(nn.Module):
         return self.__dict__["_shardckpt_call"](super().__call__, *args, **kwargs)
 
 
-def withhold_state(module: nn.Module, asked: Callable[[], None] = lambda: None) -> None:
+def withhold_state(module: nn.Module, asked: Callable[[], object]) -> None:
     """Make a module neither save nor load state, and stay on its device.
 
-    Relies on ``state_dict``, ``load_state_dict`` and ``to`` looking up these methods in the instances.
-
-    Args:
-        module: the module.
-        asked: called on ``state_dict`` of this module itself, but not of a module that contains it.
+    ``asked`` is called on ``state_dict`` of this module itself, but not of a module that contains it. Relies on
+    ``state_dict``, ``load_state_dict`` and ``to`` looking up these methods in the instances.
     """
-
-    def save(destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not prefix:
-            asked()
-
-    module.__dict__["_save_to_state_dict"] = save
-    module.__dict__["_load_from_state_dict"] = _nothing
+    module.__dict__["_save_to_state_dict"] = lambda destination, prefix, keep_vars: prefix or asked()
+    module.__dict__["_load_from_state_dict"] = lambda *args, **kwargs: None
     module.__dict__["_apply"] = _Itself(module)
 
 
 def withholds_state(module: nn.Module) -> bool:
     """Return whether `withhold_state` was called for a module."""
     return isinstance(module.__dict__.get("_apply"), _Itself)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Itself:
@@ -182,24 +171,19 @@ def keep_hooks(module: nn.Module, kept: Container[int] = ()) -> None:
                 del hooks[number]
 
 
-def _global_hooks() -> list[dict[int, Any]]:
-    """Return the dicts of global hooks in ``torch.nn.modules.module``."""
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    return [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
-
-
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Inside, disable global hooks."""
-    hooks = _global_hooks()
-    before = [dict(of) for of in hooks]
-    for of in hooks:
-        of.clear()
+    """Inside, disable the global hooks of ``torch.nn.modules.module``."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    hooks = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+    before = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
     try:
         yield
     finally:
-        for of, were in zip(hooks, before, strict=True):
-            of.update(were)
+        for registered, kept in zip(hooks, before, strict=True):
+            registered.update(kept)
 
 
 # ── registered tensors ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,7 +248,7 @@ def pre_load_origins(module: nn.Module) -> set[str]:
     """
     hooks = [vars(hook).get("hook") for hook in module._load_state_dict_pre_hooks.values()]
     load = module.__dict__.get("_load_from_state_dict", type(module)._load_from_state_dict)
-    return set(_origins([*hooks, *([] if load is nn.Module._load_from_state_dict else [load])]))
+    return set(_origins(hooks if load is nn.Module._load_from_state_dict else [*hooks, load]))
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:
@@ -334,10 +318,7 @@ def skip_folders(folders: Iterable[str]) -> None:
 
 def run_eagerly() -> AbstractContextManager[Any]:
     """Return a context in which compiled functions run eagerly, and nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def has_compiled(root: nn.Module) -> bool:
@@ -352,11 +333,8 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
 
     Relies on the class name, so that ``torch._dynamo`` need not be imported.
     """
-    if type(module).__name__ != "OptimizedModule":
-        return None
-    original = module._orig_mod
-    assert isinstance(original, nn.Module)
-    return original
+    original: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else None
+    return original  # type: ignore[no-any-return]  # a module
 
 
 # ── attributes of Lightning's objects, for code that does not import it ───────────────────────────────────────────────

@@ -33,9 +33,9 @@ from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import make_unit, refuse_nested_tensors
+from lightning_shardckpt.parallel.tensors.operations import keep_gathered
 from lightning_shardckpt.parallel.tensors.parameters import follow_parameters, retire_parameter, shard_parameters
 from lightning_shardckpt.parallel.tensors.placement import peers_of
-from lightning_shardckpt.parallel.tensors.views import keep_gathered
 
 
 @dataclass(frozen=True, slots=True)

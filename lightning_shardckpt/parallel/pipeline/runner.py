@@ -159,7 +159,8 @@ class PipelineRunner:
                 self._stages.run(state, len(state.batches), "backward", first=finish, failure=failure)
             if not alone:
                 return []
-            self._gradients.finish_kept(self._kept)
+            with self._gradients.no_sync():
+                self._kept.reduce()
             # A gradient of a shared parameter on one rank means that all its ranks will have one.
             return self.absent.gradient_flags(lambda p: has_gradient(p) or self._gradients.has_earlier(p))
 
@@ -187,7 +188,8 @@ class PipelineRunner:
             self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        self._gradients.finish_kept(self._kept)
+        with self._gradients.no_sync():
+            self._kept.reduce()
         self._gradients.finish_passes()
         self.absent.share_gradients()
 

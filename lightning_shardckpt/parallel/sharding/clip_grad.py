@@ -53,7 +53,8 @@ def _norm_of(
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     if present:
         values = [local.abs() if local.is_complex() else local for _, _, local in present]
-        norms = torch.stack([n.to(device) for n in _norms(values, norm_type)]).to(total.dtype)
+        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        norms = torch.stack([n.to(device) for n in foreach_norms(values, norm_type, wide)]).to(total.dtype)
         if math.isinf(norm_type):
             total = norms.max()
         else:
@@ -87,10 +88,7 @@ def clip_by_norm(
         device: the device of the result.
         ranks_of: returns the number of ranks that hold a parameter or a part of it; by default the world size.
         norm_type: the order of the norm.
-        error_if_nonfinite: whether to raise for an infinite norm or NaN.
-
-    Raises:
-        RuntimeError: on every rank, with ``error_if_nonfinite``, before anything is scaled.
+        error_if_nonfinite: whether to raise a RuntimeError, before anything is scaled, for an infinite norm or NaN.
     """
     gradients = _gradients(parameters)
     norm = _norm_of(gradients, device=device, ranks_of=ranks_of, norm_type=norm_type)
@@ -111,14 +109,6 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit] in place. No communication."""
     for _, gradient in _gradients(parameters):
         local_tensor(gradient).clamp_(-limit, limit)
-
-
-def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each tensor, in float64 if one is of that dtype, else in float32."""
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
-        return foreach_norms(tensors, norm_type, wide)
-    return [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in tensors]
 
 
 # ── loss scaling ────────────────────────────────────────────────────────────────────────────────────────────────────

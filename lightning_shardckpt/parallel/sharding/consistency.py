@@ -1,7 +1,8 @@
-"""Checks that the ranks of a tensor-parallel group have equal batches, losses and replicated gradients.
+"""Checks that ranks have equal batches, losses, draws and gradients, and that they run as many steps.
 
 Different batches, or a replicated parameter whose gradient covers only a part of the heads, silently make training
-wrong. Both can be detected at little cost in the first batch of an epoch and the first backward of a run.
+wrong. Both can be detected at little cost in the first batch of an epoch and the first backward of a run. If a check of
+any group fails, every rank of the world raises an UnsupportedCodeError, unless the check says otherwise.
 """
 
 from __future__ import annotations
@@ -40,31 +41,24 @@ SAME_SAMPLES = (
 def check_batch(batch: Any, group: dist.ProcessGroup, *, of_all_groups: bool = True) -> None:
     """Check that the ranks of ``group`` have equal batches, by shapes and checksums of tensors.
 
-    Collective: every rank of the world must call it; without ``of_all_groups``, every rank of ``group``.
-
-    Raises:
-        UnsupportedCodeError: on every rank that calls it, if the batches of ``group``, or of any, differ.
+    Collective: every rank of the world must call it; without ``of_all_groups``, every rank of ``group``, which alone
+    raises.
     """
     digest, on_gpu = fingerprint([item for item in _contents(batch) if isinstance(item, Tensor)])
-    own = torch.tensor([digest, 0 if on_gpu is None else int(on_gpu.read())])
-    every = gather_numbers(own, group)
+    every = gather_numbers(torch.tensor([digest, 0 if on_gpu is None else int(on_gpu.read())]), group)
     differ = bool((every != every[0]).any())  # the same on each of them
     if any_rank(differ) if of_all_groups else differ:
-        ranks = dist.get_process_group_ranks(group)
         raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
-            f"{ranks}. {SAME_SAMPLES}"
+            f"{dist.get_process_group_ranks(group)}. {SAME_SAMPLES}"
         )
 
 
 @torch.no_grad()
 def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
-    """Check that the ranks of ``group`` have equal losses.
+    """Check that the losses of the ranks of ``group`` differ by no more than rounding.
 
     Collective: every rank of the world must call it.
-
-    Raises:
-        UnsupportedCodeError: on every rank, if the losses of any group differ by more than rounding.
     """
     if isinstance(loss, DTensor):
         raise UnsupportedCodeError(
@@ -86,12 +80,8 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
     """Compare over ``group`` a checksum of the random states with which steps drew: noise, masks of dropout.
 
     Collective: every rank of the world must call it.
-
-    Raises:
-        UnsupportedCodeError: on every rank, if it differs in any group.
     """
-    own = torch.tensor([draws])
-    if any_rank(bool((gather_numbers(own, group) != own).any())):
+    if any_rank(bool((gather_numbers(torch.tensor([draws]), group) != draws).any())):
         raise UnsupportedCodeError(
             "the ranks of a tensor-parallel group drew different random numbers in training_step (dropout, noise), so "
             "they no longer train one model. Code that runs on some ranks only (if self.global_rank == 0) drew from "
@@ -99,41 +89,37 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
         )
 
 
+_SAME_STEPS = (
+    "all ranks that share parameters must run as many steps, and all ranks in a validation during fit. Give every rank "
+    "as many batches, or limit them (limit_val_batches, limit_test_batches, limit_predict_batches) to the smallest "
+    "number"
+)
+
+
 def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
     """Compare over ``group``, whose ranks step together, how many batches each loader of an evaluation has.
 
     Collective: every rank of the world must call it.
-
-    Raises:
-        UnsupportedCodeError: on every rank, if the numbers differ in any group.
     """
     every = gather_numbers(torch.tensor(batches, dtype=torch.float64), group)
     if any_rank(bool((every != every[0]).any())):
         raise UnsupportedCodeError(
-            f"data-parallel ranks have different numbers of batches, here {every.tolist()}: all ranks that share "
-            "parameters must run as many steps, and all ranks in a validation during fit. The sampler that Lightning "
-            "adds for predict repeats no sample, so some ranks may have one sample less than others: choose another "
-            "batch_size, or give the loader a "
-            "DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs), which repeats some."
+            f"data-parallel ranks have different numbers of batches, here {every.tolist()}: {_SAME_STEPS}. The sampler "
+            "that Lightning adds for predict repeats no sample, so some ranks may have one less than others: give the "
+            "loader a DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs)."
         )
 
 
 def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
     """Compare over ``group``, whose ranks step together, whether the batch of an evaluation is the last one.
 
-    Collective: every rank of `group` must call it.
-
-    Raises:
-        UnsupportedCodeError: on every rank of the group, if they differ.
+    Collective: every rank of `group` must call it, and only these raise.
     """
-    ends, goes_on = gather_numbers(torch.tensor([is_last, not is_last]), group).any(0).tolist()
-    if ends and goes_on:
+    if bool((gather_numbers(torch.tensor([is_last]), group) != is_last).any()):
         here, there = ("ends", "does not end") if is_last else ("does not end", "ends")
         raise UnsupportedCodeError(
             f"the loader of an evaluation, which has no length, {here} with this batch, but {there} on other "
-            "data-parallel ranks: all ranks that share parameters must run as many steps, and all ranks in a "
-            "validation during fit. Give every rank as many batches, or limit them (limit_val_batches, "
-            "limit_test_batches, limit_predict_batches) to the smallest number."
+            f"data-parallel ranks: {_SAME_STEPS}."
         )
 
 
@@ -154,12 +140,9 @@ def fingerprint(batch: Any) -> tuple[int, HostCopy | None]:
 
 @torch.no_grad()
 def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Check that the ranks of ``group`` have the first one's gradients of replicated parameters of ``root``.
+    """Check that gradients of replicated parameters of ``root`` differ over ``group`` by no more than rounding.
 
     Collective: every rank of the world must call it.
-
-    Raises:
-        UnsupportedCodeError: on every rank, if the gradients of any group differ by more than rounding.
     """
     names, differ = list[str](), list[Tensor]()
     for name, parameter in own_parameters(root):

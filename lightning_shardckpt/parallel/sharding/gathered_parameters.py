@@ -18,10 +18,9 @@ from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import absent_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.operations import wrap_hook
+from lightning_shardckpt.parallel.tensors.operations import run_gathered, wrap_hook
 from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, ShardedTensor, map_nested
-from lightning_shardckpt.parallel.tensors.views import run_gathered
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad

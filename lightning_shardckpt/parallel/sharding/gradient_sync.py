@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.torch_autograd import after_backward, returns_gradient_of
+from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of, after_backward
 from lightning_shardckpt.compat.torch_modules import set_frame_callback
 from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
@@ -39,7 +39,6 @@ from lightning_shardckpt.distributed.host_numbers import gather_numbers, on_devi
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
-from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.gather import mark_part, reduce_part, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
@@ -53,10 +52,8 @@ from lightning_shardckpt.parallel.tensors.values import sharding_of
 class Reduction(NamedTuple):
     """How gradients are reduced.
 
-    Attributes:
-        group: the ranks to sum over.
-        scale: multiplies the sum. Only for 1 / size does a second reduction change nothing but rounding.
-        dtype: the dtype of the sums; None for the dtype of the gradients, but at least float32.
+    The sum over ``group`` is multiplied by ``scale``. The dtype of the sums is the one of the gradients if it is None,
+    but at least float32.
     """
 
     group: dist.ProcessGroup
@@ -125,15 +122,10 @@ def _reduce_together(
 
     A gradient that no rank has changed stays as it is, even if None; one that only other ranks have is created.
 
-    Collective: every rank of the group must call it, with the same parameters in the same order.
+    ``is_changed`` tells whether this rank contributes to a gradient. With ``asks_host``, the ranks exchange that over
+    gloo, where they usually differ in it: else a host that does not contribute to all waits for its device.
 
-    Args:
-        parameters: plain parameters, or DTensors with the same sharding on all ranks of the group.
-        reduction: of the gradients.
-        is_changed: whether this rank contributes to the gradient of a parameter.
-        device: of the collectives.
-        asks_host: exchange over gloo which ranks contribute, where ranks usually differ in that: by default a host
-            that does not contribute to all waits for its device.
+    Collective: every rank of the group must call it, with the same parameters in the same order.
     """
     for alike in _buffers(parameter for parameter in parameters if parameter.requires_grad):
         marks = [float(is_changed(parameter)) for parameter in alike]
@@ -179,19 +171,16 @@ _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDiction
 
 
 class GradientSync:
-    """Synchronizes the gradients of one sharded module; one instance lives as long as its parameters.
+    """Synchronizes the gradients of one sharded module on a device; one instance lives as long as its parameters.
 
     Args:
-        root: the sharded module.
-        meshes: the device meshes.
-        device: where gradients are summed.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
-        reduce_dtype: the dtype of the sums; None for the dtype of the gradients, but at least float32.
+        reduce_dtype: the dtype of the sums, as of `Reduction`.
         shared: parameters on several pipeline stages, with the group of their ranks, in the same order on all ranks.
 
     Attributes:
         adopted: plain parameters that the module got after it was sharded.
-        has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` does not communicate.
+        has_stage_alone: whether each pipeline stage is one rank, so that only `finish_passes` communicates.
         is_blocked: whether a backward only accumulates.
     """
 
@@ -207,10 +196,8 @@ class GradientSync:
     ) -> None:
         topology = meshes.topology
         self._root, self._device, self._shared, self._dtype = root, device, shared, reduce_dtype
-        self._tensor_group = meshes.tensor_group if topology.tensor > 1 else None
-        self._mean: Reduction | None = None
-        if (ranks := topology.data_parallel) > 1:
-            self._mean = Reduction(meshes.data_parallel_group, 1 / ranks, reduce_dtype)
+        self._tensor_group, ranks = meshes.tensor_group if topology.tensor > 1 else None, topology.data_parallel
+        self._mean = Reduction(meshes.data_parallel_group, 1 / ranks, reduce_dtype) if ranks > 1 else None
         self._fsdp: list[Any] = list(fsdp_modules(root))  # FSDPModule does not declare the methods of nn.Module
         self._replicated, self._changed = list[nn.Parameter](), set[int]()
         self._queued: Callable[[], object] = lambda: None
@@ -225,8 +212,8 @@ class GradientSync:
             if isinstance(parameter, ShardedTensor):
                 self._keep_part(parameter)
             elif id(parameter) not in managed:
-                is_partial = self._tensor_group is not None and name in partial
-                self._reduce_later(parameter, [Reduction(meshes.tensor_group, 1, reduce_dtype)] if is_partial else [])
+                group = self._tensor_group if name in partial else None
+                self._reduce_later(parameter, [] if group is None else [Reduction(group, 1, reduce_dtype)])
         _watch_for_new_parameters(root, self._adopt)
 
     # --- replicated parameters ---
@@ -266,7 +253,7 @@ class GradientSync:
             gradient = gradient.redistribute(placements=parameter.placements)
         hooks = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
         has_hooks = hooks > len(_handles.get(parameter, ()))
-        if self._mean is None or torch.is_grad_enabled() or has_hooks or returns_gradient_of(parameter):
+        if self._mean is None or torch.is_grad_enabled() or has_hooks or not accumulates_gradient_of(parameter):
             return _reduce_now(_reductions[parameter], gradient)
         self._changed.add(id(parameter))
         return _reduce_now(sums, gradient)
@@ -283,9 +270,9 @@ class GradientSync:
     def _reduce_replicated(self) -> None:
         """Reduce the gradients that any rank has changed. Collective: every data-parallel rank must call it."""
         if self._mean is not None and not self.is_blocked:
-            is_changed = lambda p: id(p) in self._changed and p.grad is not None  # noqa: E731
-            _reduce_together(self._replicated, self._mean, is_changed, self._device)
-            self._changed.clear()
+            changed, self._changed = self._changed, set()
+            has_changed = lambda p: id(p) in changed and p.grad is not None  # noqa: E731
+            _reduce_together(self._replicated, self._mean, has_changed, self._device)
 
     # --- parameters that the module gets later ---
 
@@ -349,14 +336,6 @@ class GradientSync:
             if parameter not in self._before:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
-    def finish_kept(self, kept: KeptGathers) -> None:
-        """Reduce the gradients that passes within `no_sync` have accumulated in ``kept``.
-
-        Collective: every rank of a pipeline stage must call it.
-        """
-        with self.no_sync():
-            kept.reduce()
-
     def has_earlier(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient of the parameter is set aside."""
         return self._before.get(parameter) is not None
@@ -369,12 +348,9 @@ class GradientSync:
         if self.is_blocked:
             return
         self._reduce_replicated()
-        together = defaultdict[dist.ProcessGroup, list[nn.Parameter]](list)
-        for parameter, group in self._shared:
-            together[group].append(parameter)
-        for group, parameters in together.items():
-            reduction = Reduction(group, 1, self._dtype)
-            _reduce_together(parameters, reduction, lambda p: p.grad is not None, self._device, asks_host=True)
+        for group in dict.fromkeys(group for _, group in self._shared):
+            shared, reduction = [p for p, of in self._shared if of is group], Reduction(group, 1, self._dtype)
+            _reduce_together(shared, reduction, lambda p: p.grad is not None, self._device, asks_host=True)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single
-from lightning_shardckpt.compat.torch_modules import BatchNorm, NormWithStatistics
+from lightning_shardckpt.compat.torch_modules import NormWithStatistics
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, gather_numbers
-from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
 from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
@@ -94,10 +94,8 @@ def broadcast_rng(group: dist.ProcessGroup | None) -> None:
 
 
 def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return state
-    first: dict[str, Any] = broadcast_object(state, group=group)
-    return first
+    is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    return state if is_alone else broadcast_object(state, group=group)
 
 
 # ── running statistics of norms ─────────────────────────────────────────────────────────────────────────────────────
@@ -123,25 +121,6 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
     dist.broadcast(flat, group=group, group_src=0)
     for buffer, values in zip(statistics, torch.split(flat, [b.numel() for b in statistics]), strict=True):
         buffer.copy_(values.view_as(buffer))
-
-
-def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Convert the batch norms inside ``root`` to torch.nn.SyncBatchNorm, for ``sync_batchnorm=True``.
-
-    SyncBatchNorm runs only on GPUs; this project has not run it.
-
-    Raises:
-        TopologyError: on CPUs, if there are batch norms.
-    """
-    norms = [name for name, module in root.named_modules() if isinstance(module, BatchNorm)]
-    if not norms:
-        return
-    if device.type == "cpu":
-        raise TopologyError(
-            f"Trainer(sync_batchnorm=True): torch.nn.SyncBatchNorm, which would replace {norms[0]}, does not run on "
-            "CPUs. Use GPUs, or a norm that does not depend on the batch, such as GroupNorm."
-        )
-    nn.SyncBatchNorm.convert_sync_batchnorm(root, group)  # type: ignore[no-untyped-call]  # torch's
 
 
 # ── all_gather ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,26 +154,20 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: 
 
     Collective: every rank of ``group`` must call it.
 
-    Args:
-        tensor: this rank's tensor, with the same shape on all ranks.
-        group: the ranks.
-        sync_grads: whether the result is differentiable; the gradient of ``tensor`` is then the sum over all ranks.
+    With ``sync_grads`` the result is differentiable; the gradient of ``tensor`` is then the sum over all ranks.
+
+    Raises:
+        UnsupportedCodeError: on every rank, if shapes differ: collectives would mix memory, or hang.
     """
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         if group.size() == 1:
             return torch.stack([tensor])
-        _check_shapes(tensor, group)
-        gathered: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
-    return gathered
-
-
-def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if shapes differ between ranks: collectives would mix memory, or hang."""
-    own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
-    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gather_numbers(own, group).tolist()]
-    if any(shape != shapes[0] for shape in shapes):
-        raise UnsupportedCodeError(
-            f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "
-            "The samples of the last batch may be divided unevenly: set drop_last=True in the DataLoader, or gather "
-            "tensors that have the same shape on all ranks"
-        )
+        own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
+        shapes = {tuple(numbers[1 : 1 + numbers[0]]): None for numbers in gather_numbers(own, group).tolist()}
+        if len(shapes) > 1:
+            raise UnsupportedCodeError(
+                f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, shapes))}. The samples of "
+                "the last batch may be divided unevenly: set drop_last=True in the DataLoader, or gather tensors that "
+                "have the same shape on all ranks"
+            )
+        return _AllGather.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]  # torch's

@@ -41,12 +41,12 @@ def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> 
         inside.register_hook(lambda gradient: seen.append([compat.accumulates_gradient_of(p) for p in (leaf, other)]))
         return inside.sum()
 
-    leaf.register_hook(lambda gradient: seen.append([compat.returns_gradient_of(leaf)]))
+    leaf.register_hook(lambda gradient: seen.append([compat.accumulates_gradient_of(leaf)]))
 
     product().backward()
     torch.autograd.grad(product(), [leaf])
     product().backward(inputs=[leaf])
-    assert seen == [[True, True], [False], [False, False], [True], [True, False], [False]]
+    assert seen == [[True, True], [True], [False, False], [False], [True, False], [True]]
     assert not compat.accumulates_gradient_of(leaf), "no backward runs"
 
 

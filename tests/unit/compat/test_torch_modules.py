@@ -21,7 +21,7 @@ from lightning_shardckpt.compat import torch_modules as compat
 def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert not compat.withholds_state(model[1])
-    compat.withhold_state(model[1])
+    compat.withhold_state(model[1], lambda: None)
     assert compat.withholds_state(model[1]) and not compat.withholds_state(model[0])
     assert type(model[1]) is nn.BatchNorm1d
     assert set(model.state_dict()) == {"0.weight", "0.bias"}

@@ -76,7 +76,7 @@ def test_changes_in_place_count_and_can_be_left_out() -> None:
     tensor = torch.ones(4)
     view, before = tensor[:2], compat.version_of(tensor)
     view.add_(1)
-    assert compat.version_of(tensor) == compat.version_of(view) == before + 1
+    assert compat.versions_of([tensor, view]) == [compat.version_of(tensor)] * 2 == [before + 1] * 2
     tensor.data.add_(1)
     assert compat.version_of(tensor) == before + 1
     with compat.keep_version(tensor):
