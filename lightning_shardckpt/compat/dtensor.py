@@ -6,19 +6,15 @@ history and check no shapes over all ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy as shallow_copy
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-from lightning_shardckpt.compat.torch_tensors import memory_id
 
 StridedShard = _StridedShard
 """The placement of a dim that inner axes have split into ``split_factor`` parts: FSDP over tensor parallelism."""
@@ -112,32 +108,4 @@ def live_state_dict(module: nn.Module) -> dict[str, Any]:
             state[name].__class__ = type(value)
         elif isinstance(value, Tensor):
             state[name] = value.detach()
-    return state
-
-
-def copy_state_dict(live: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict whose tensors have memory of their own, shared if those of ``live`` share theirs.
-
-    A DTensor's copy has this rank's rows. Other subclasses of Tensor, sparse tensors and meta tensors are not copied.
-    """
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(value: Any) -> Any:
-        local = local_tensor(value) if isinstance(value, DTensor) else value
-        if type(local) not in (Tensor, nn.Parameter) or local.layout != torch.strided or local.is_meta:
-            return value
-        memory = local.untyped_storage()
-        if memory_id(local) not in storages:
-            storages[memory_id(local)] = memory.clone()
-        own = local.new_empty(0)
-        own.set_(storages[memory_id(local)], local.storage_offset(), local.size(), local.stride())
-        if not isinstance(value, DTensor):
-            return own
-        shards = new_dtensor(own, spec_of(value))
-        shards.__class__ = type(value)
-        return shards
-
-    state = shallow_copy(live)  # keeps the attribute _metadata
-    with torch.no_grad():
-        state.update({name: copy(value) for name, value in live.items()})
     return state

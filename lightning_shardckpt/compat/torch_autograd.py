@@ -127,7 +127,7 @@ def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]])
 
 
 def norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the norms of tensors of one device and dtype, computed in ``dtype``; on CUDA by a few kernels."""
+    """Return the norms of tensors, computed in ``dtype``; on CUDA by a few kernels, if all have one dtype."""
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 

@@ -30,16 +30,8 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
     """Fill ``output`` with the ``own`` of each rank in turn. Collective: every rank of ``group`` must call it.
 
-    Sends bytes, since NCCL and gloo do not support all dtypes.
-
-    Args:
-        output: contiguous, with as many elements as all ranks have.
-        own: contiguous, of the same shape on every rank.
-        group: None for the world.
-        async_op: return before the end.
-
-    Returns:
-        The work to wait for, with ``async_op``; else None.
+    Both are contiguous, and ``own`` has the same shape on every rank. Sends bytes, since NCCL and gloo do not support
+    all dtypes. Returns the work to wait for, with ``async_op``; else None.
     """
     return getattr(dist, _ALL_GATHER)(byte_view(output), byte_view(own), group=group, async_op=async_op)
 

@@ -36,7 +36,7 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
     module whose class overrides ``__call__`` gets another class.
     """
     if type(module).__call__ is nn.Module.__call__:
-        original = module._compiled_call_impl or _OwnCall(module)
+        original = module._compiled_call_impl or _WeakMethod(module, nn.Module._call_impl)
         module.__dict__["_compiled_call_impl"] = partial(call, original)
     else:
         mix_in(module, _Intercepted)
@@ -59,19 +59,17 @@ def is_compiled(module: nn.Module) -> bool:
     call: Any = module._compiled_call_impl
     while isinstance(call, partial):
         call = call.args[0]
-    return call is not None and not isinstance(call, _OwnCall)
+    return call is not None and not isinstance(call, _WeakMethod)
 
 
-class _OwnCall:
-    """A module's own call, with a weak reference, since the module holds this object."""
+class _WeakMethod:
+    """A method for an attribute of its module, which it does not keep alive."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = ref(module)
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = ref(module), function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None  # alive, since it is being called
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        return self._function(self._module(), *args, **kwargs)
 
 
 class _Intercepted(nn.Module):
@@ -87,22 +85,12 @@ def withhold_state(module: nn.Module, asked: Callable[[], object]) -> None:
     """
     module.__dict__["_save_to_state_dict"] = lambda destination, prefix, keep_vars: prefix or asked()
     module.__dict__["_load_from_state_dict"] = lambda *args, **kwargs: None
-    module.__dict__["_apply"] = _Itself(module)
+    module.__dict__["_apply"] = _WeakMethod(module, lambda itself, *args, **kwargs: itself)
 
 
 def withholds_state(module: nn.Module) -> bool:
     """Return whether `withhold_state` was called for a module."""
-    return isinstance(module.__dict__.get("_apply"), _Itself)
-
-
-class _Itself:
-    """A method that returns its module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module | None:
-        return self._module()
+    return isinstance(module.__dict__.get("_apply"), _WeakMethod)
 
 
 def reset_method(module: nn.Module) -> Callable[..., Any] | None:
@@ -306,14 +294,10 @@ def skip_folders(folders: Iterable[str]) -> None:
     Does nothing while ``torch._dynamo`` is not imported, which is slow, and without which nothing is compiled. Relies
     on ``trace_rules.SKIP_DIRS``, and on the regular expression that is made from it.
     """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return
-    known = dynamo.trace_rules.SKIP_DIRS
-    missing = [folder for folder in folders if folder not in known]
-    if missing:
-        known.extend(missing)
-        dynamo.trace_rules._recompile_re()
+    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
+    if rules is not None and (missing := [folder for folder in folders if folder not in rules.SKIP_DIRS]):
+        rules.SKIP_DIRS.extend(missing)
+        rules._recompile_re()
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

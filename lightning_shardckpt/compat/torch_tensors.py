@@ -42,11 +42,6 @@ def mark_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def is_marked_as_parameter(tensor: Tensor) -> bool:
-    """Return whether `mark_as_parameter` was called for this tensor."""
-    return getattr(tensor, "_is_param", False)
-
-
 def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
     """Return the hooks of ``register_hook`` by id of their handle, in the dict that the handles use; or None."""
     return leaf._backward_hooks

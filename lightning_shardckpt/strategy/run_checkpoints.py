@@ -37,7 +37,7 @@ from lightning_shardckpt.checkpoint.checkpoint import check_loaded, load, mark_p
 from lightning_shardckpt.checkpoint.describe import RANK_STATE
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
-from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_runs import receive_sigterm, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -235,7 +235,7 @@ class RunCheckpoints:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
             live = modules.live
-            state_dict.update(copy_state_dict({name: v for name, v in state_dict.items() if v is live.get(name)}))
+            state_dict.update(deepcopy({name: v for name, v in state_dict.items() if v is live.get(name)}))
         if self._loaded.optimizers is None:
             self._loaded = None
 

@@ -9,7 +9,7 @@ A step runs through these files:
    replaces the sharded ones, runs the original forward, and puts the sharded ones back. A parameter that code uses
    elsewhere, or in another dtype, is gathered by itself (``tensors.values.gather_whole``).
 3. In the backward, torch gathers again when it reaches an output of a proxy, or when ``tensors.gathered_weights``
-   unpacks a parameter. ``fully_shard`` reduces the gradients of proxies, ``tensors.gather`` those of uses elsewhere.
+   unpacks a parameter. ``fully_shard`` reduces the gradients of proxies, ``tensors.values`` those of uses elsewhere.
 4. After the backward, the ranks compare the units that they ran, and hooks of parameters get the reduced gradients
    (``backward_pass``); ``gradient_sync`` reduces the gradients of plain parameters.
 5. ``clip_grad`` clips; optimizers step on this rank's rows of sharded tensors (``tensors.operations``).

@@ -21,9 +21,9 @@ from lightning_shardckpt.compat.torch_tensors import (
     with_hooks,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import REMEDY
 from lightning_shardckpt.parallel.tensors.placement import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
+from lightning_shardckpt.parallel.tensors.values import REMEDY
 
 
 class Passes:

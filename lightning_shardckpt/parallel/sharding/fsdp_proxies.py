@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -33,12 +34,20 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor, rows_of
 from lightning_shardckpt.compat.torch_autograd import in_backward
+from lightning_shardckpt.compat.torch_distributed import all_gather_single
 from lightning_shardckpt.compat.torch_modules import parameter_slots
-from lightning_shardckpt.compat.torch_tensors import keep_version, storage_uses, tree_leaves, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import (
+    storage_uses,
+    tree_leaves,
+    with_torch_function,
+    without_torch_function,
+)
 from lightning_shardckpt.parallel.sharding.backward_pass import Passes, refuse
-from lightning_shardckpt.parallel.sharding.gathered_parameters import as_gathered, traces_of, values_of
-from lightning_shardckpt.parallel.sharding.proxy_modules import AnnouncedGather, AnnouncedReduction, Call, ProxyModule
-from lightning_shardckpt.parallel.tensors.gather import (
+from lightning_shardckpt.parallel.sharding.gathered_parameters import as_gathered, copy_memory
+from lightning_shardckpt.parallel.tensors.gathered_weights import CastWeight, is_autocast, uses_other_hooks, version_key
+from lightning_shardckpt.parallel.tensors.placement import Peers
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import (
     GATHERED,
     RECEIVER,
     GatherItem,
@@ -46,27 +55,17 @@ from lightning_shardckpt.parallel.tensors.gather import (
     refuse_batched,
     refuse_sparse,
 )
-from lightning_shardckpt.parallel.tensors.gathered_weights import (
-    CastWeight,
-    is_autocast,
-    uses_other_hooks,
-    version_key,
-)
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 
 class GatheredByFSDP(NamedTuple):
-    """A parameter that ``fully_shard`` has gathered.
-
-    Attributes:
-        whole: the tensor for the forward, which stands for the sharded one.
-        regather: returns the memory for a backward, gathered again if it was freed.
-        cast: ``whole`` with its history, if it is gathered in the dtype of autocast; only some functions get it.
-    """
+    """A parameter that ``fully_shard`` has gathered."""
 
     whole: Tensor
+    """The tensor for the forward, which stands for the sharded one."""
     regather: Callable[[], Tensor]
+    """Returns the memory for a backward, gathered again if it was freed."""
     cast: CastWeight | None
+    """``whole`` with its history, if it is gathered in the dtype of autocast; only some functions get it."""
 
 
 Gathered = dict[int, GatheredByFSDP]
@@ -86,9 +85,6 @@ class FSDPProxy:
         cast_to: the dtype of autocast to gather in; None for the dtype of the parameters.
         reduce_dtype: the dtype in which gradients are reduced; None for the dtype of the parameters.
         options: further arguments of ``fully_shard``.
-
-    Attributes:
-        module: the proxy module.
     """
 
     def __init__(
@@ -112,8 +108,8 @@ class FSDPProxy:
         fully_shard(module, mp_policy=policy, **options)
         units = dict.fromkeys(name for name, _ in named)
         if device.type == "cpu":
-            module.set_custom_all_gather(AnnouncedGather(passes.peers[0], ", ".join(units)))
-            module.set_custom_reduce_scatter(AnnouncedReduction(passes.peers[0], ", ".join(units)))
+            module.set_custom_all_gather(_AnnouncedGather(passes.peers[0], ", ".join(units)))
+            module.set_custom_reduce_scatter(_AnnouncedReduction(passes.peers[0], ", ".join(units)))
         self.module, self._has_several = module, len(units) > 1
         slots: Any = parameter_slots(module)
         self._slots: dict[str, Any] = slots  # in the order of the parameters, sharded or gathered
@@ -206,10 +202,7 @@ class FSDPProxy:
         return outputs
 
     def keep(self, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
-        """Return copies of the gathered parameters, differentiable if gradients are enabled.
-
-        Torch's memory is freed at once, and not gathered again for the backward.
-        """
+        """Return copies of the gathered parameters, differentiable if gradients are enabled; free torch's memory."""
         numbers = self._begin(leaves)
 
         def copy(token: Tensor) -> list[Tensor]:
@@ -218,7 +211,7 @@ class FSDPProxy:
 
         wholes, has_backward = self._call_module(copy)
         if has_backward:
-            self.module.set_unshard_in_backward(False)
+            self.module.set_unshard_in_backward(False)  # the copies suffice
         self.free()
         return wholes  # type: ignore[no-any-return]  # as `copy` returns it
 
@@ -256,7 +249,7 @@ class FSDPProxy:
         references = [ref(gathered.whole) for gathered in seen.values()]
         outputs = body(seen)
         del seen  # so that nothing uses the memory any more
-        for release in (lambda: None, partial(_copy_memory, references), gc.collect):
+        for release in (lambda: None, partial(copy_memory, references), gc.collect):
             release()
             if not any(now > then for now, then in zip(map(storage_uses, storages), before, strict=True)):
                 break
@@ -298,19 +291,17 @@ class FSDPProxy:
 
     def _free_before(self, inputs: Any) -> None:
         """Free frozen parameters when a backward has the gradients of the inputs; torch would at its end."""
-        if all(whole.requires_grad for whole in self._wholes):
-            return
-        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
-        if tensors and not any(tensor.is_leaf for tensor in tensors):
-            register_multi_grad_hook(tensors, lambda _: self.free())
+        if not all(whole.requires_grad for whole in self._wholes):
+            tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+            if tensors and not any(tensor.is_leaf for tensor in tensors):
+                register_multi_grad_hook(tensors, lambda _: self.free())
 
     # --- backward ---
 
     def _before_backward(self, numbers: Sequence[int], gradient: Tensor | None, *, gathers: bool = True) -> None:
         """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any.
 
-        Args:
-            gradient: of the output; None if only other outputs of its node have one.
+        The gradient of the output is None if only other outputs of its node have one.
         """
         if gradient is not None:
             refuse_batched(gradient)
@@ -376,19 +367,6 @@ class FSDPProxy:
         return completed
 
 
-def _copy_memory(references: Sequence[ref[Tensor]]) -> None:
-    """Move gathered parameters that outlive a forward, and their detached views, to new memory."""
-    with torch.no_grad(), without_torch_function():
-        for whole in [whole for reference in references if (whole := reference()) is not None]:
-            shared = local_tensor(values_of(whole))
-            memory = shared.clone().untyped_storage()
-            views = [view for reference in traces_of(whole)[1] if (view := reference()) is not None]
-            for tensor in (local_tensor(whole), *views):
-                if tensor.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr():
-                    with keep_version(tensor):
-                        tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
 class _Expose(torch.autograd.Function):
     """Returns tensors over the memory of torch's gathered parameters, or copies, or tensors without memory."""
 
@@ -413,3 +391,109 @@ class _Expose(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         own = [gradient_or_none(gradient) for gradient in gradients]
         return None, None, None, None, None, *ctx.proxy.complete(ctx.numbers, own, copies=ctx.copies)
+
+
+# ── proxy modules, and their collectives on CPUs ──────────────────────────────────────────────────────────────────────
+
+
+class Call:
+    """A function that a module's forward runs. torch's hooks see neither its result nor its exception."""
+
+    def __init__(self, body: Callable[[Any], Any]) -> None:
+        self._body: Any = body
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, argument: Any) -> None:
+        try:
+            with with_torch_function():
+                self._value = self._body(argument)
+        except BaseException as error:  # raised by `result`
+            self._error = error
+        self._body = None
+
+    def result(self) -> Any:
+        """Return the function's result, or raise its exception; only once."""
+        value, self._value = self._value, None
+        try:
+            if self._error is not None:
+                raise self._error
+            return value
+        finally:
+            self._error = None  # its traceback has this frame: what it holds would live until a collection of garbage
+
+
+class ProxyRoot(nn.Module):
+    def __init__(self, proxies: Any) -> None:
+        super().__init__()
+        self.proxies = nn.ModuleList(proxies)
+
+    def forward(self, call: Call) -> None:
+        call.run(None)
+
+
+class ProxyModule(nn.Module):
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for n, parameter in enumerate(parameters):
+            self.register_parameter(str(n), parameter)
+
+    def forward(self, token: Tensor, call: Call) -> _Output | None:
+        call.run(token)
+        return _Output.on(token.device) if torch.is_grad_enabled() else None
+
+
+class _Output(Tensor):
+    """The output of a proxy module; it keeps the hook that torch registers for the backward."""
+
+    hook: Callable[[Tensor], Any] | None
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Output:
+        made = torch.empty(0, device=device, requires_grad=True)
+        made.__class__ = cls  # as_subclass returns a view, and torch warns about hooks on views
+        assert isinstance(made, cls)
+        made.hook = None
+        return made
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+
+# On CPUs, ranks announce a collective that differs from the previous step's: gloo aborts, or mixes memory, if the ranks
+# enter different ones. On other devices torch's own collectives run, and the ranks compare after each backward.
+
+
+@dataclass(frozen=True)
+class _Announced:
+    peers: Peers
+    purpose: str
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _AnnouncedGather(_Announced):
+    """An all-gather for ``set_custom_all_gather``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self.peers.enter(self.purpose)
+        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        self.peers.wait(work, self.purpose)
+
+
+class _AnnouncedReduction(_Announced):
+    """A reduce-scatter for ``set_custom_reduce_scatter``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        purpose = f"the gradients of {self.purpose}"
+        self.peers.enter(f"{purpose}, {input_tensor.numel()} elements")
+        # gloo's reduce_scatter does the same, but can't be waited for with a timeout
+        self.peers.wait(dist.all_reduce(input_tensor, group=group, async_op=True), purpose)
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_shardckpt.compat.torch_modules import has_compiled, parameter_slots
 from lightning_shardckpt.parallel.sharding.backward_pass import Passes
-from lightning_shardckpt.parallel.sharding.fsdp_proxies import FSDPProxy
-from lightning_shardckpt.parallel.sharding.proxy_modules import Call, ProxyRoot
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import Call, FSDPProxy, ProxyRoot
 from lightning_shardckpt.parallel.tensors.gathered_weights import LAYERS
 from lightning_shardckpt.parallel.tensors.placement import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor

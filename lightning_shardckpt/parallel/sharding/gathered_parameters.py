@@ -13,14 +13,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import in_backward
-from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import (
+    NO_TORCH_FUNCTION,
+    keep_version,
+    mark_as_parameter,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import absent_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.operations import run_gathered, wrap_hook
 from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, ShardedTensor, map_nested
+from lightning_shardckpt.parallel.tensors.values import absent_gradient
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
@@ -225,14 +231,16 @@ _IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
 def enter_forward(wholes: Sequence[Tensor]) -> None:
     """Let functions of parameters run on what this rank has gathered, or on its part."""
     for whole in wholes:
-        whole.__class__ = _IN_FORWARD.get(type(whole), type(whole))
-        vars(whole).pop("_touched", None)
+        if type(whole) in _IN_FORWARD:
+            whole.__class__ = _IN_FORWARD[type(whole)]
+        whole.__dict__.pop("_touched", None)
 
 
 def leave_forward(wholes: Sequence[Tensor]) -> None:
     """Let functions of gathered parameters run on the sharded ones from now on."""
     for whole in wholes:
-        whole.__class__ = _AFTER_FORWARD.get(type(whole), type(whole))
+        if type(whole) in _AFTER_FORWARD:
+            whole.__class__ = _AFTER_FORWARD[type(whole)]
 
 
 def resolve_outliving(value: Any) -> Any:
@@ -327,3 +335,16 @@ def traces_of(whole: Tensor) -> tuple[bool, list[ref[Tensor]]]:
     """Return whether ``data`` was read, through which changes keep the version, and the recorded detached views."""
     attributes = vars(whole)
     return attributes.get("_touched", False), attributes.get("_views", [])
+
+
+def copy_memory(references: Sequence[ref[Tensor]]) -> None:
+    """Move gathered parameters that outlive a forward, and their detached views, to new memory."""
+    with torch.no_grad(), without_torch_function():
+        for whole in [whole for reference in references if (whole := reference()) is not None]:
+            shared = local_tensor(values_of(whole))
+            memory = shared.clone().untyped_storage()
+            views = [view for reference in traces_of(whole)[1] if (view := reference()) is not None]
+            for tensor in (local_tensor(whole), *views):
+                if tensor.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr():
+                    with keep_version(tensor):
+                        tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())

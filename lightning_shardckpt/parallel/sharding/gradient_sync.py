@@ -40,11 +40,16 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors.gather import mark_part, reduce_part, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
 from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import sharding_of
+from lightning_shardckpt.parallel.tensors.values import (
+    mark_part,
+    reduce_part,
+    refuse_batched,
+    refuse_sparse,
+    sharding_of,
+)
 
 # ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -26,18 +26,13 @@ _restore: list[Callable[[], None]] = []
 
 
 def replace_functions() -> None:
-    """Replace functions until `restore_functions`; does nothing if they are replaced already.
-
-    * ``autograd.Function.apply`` gathers sharded arguments.
-    * ``torch.autograd.grad`` in a backward refuses gathered arguments that are unused there.
-    * ``copy.deepcopy`` of a parameter makes the copy average its gradients as the original does.
-    * Hooks of the user on autograd nodes are refused.
-    * torch's optimizers choose functions of lists for sharded tensors on GPUs, as for plain ones.
-    """
+    """Replace functions until `restore_functions`; does nothing if they are replaced already."""
     if not _restore:
-        _restore.extend([change_arguments(_prepare_arguments), on_deepcopy(average_gradients_of_copy)])
-        _restore.append(check_unused_inputs(refuse_unused_copies))
-        _restore.extend([on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
+        _restore.append(change_arguments(_prepare_arguments))  # autograd.Function.apply gathers sharded arguments
+        _restore.append(check_unused_inputs(refuse_unused_copies))  # of torch.autograd.grad in a backward
+        _restore.append(on_deepcopy(average_gradients_of_copy))  # as those of the original
+        _restore.append(on_node_hook(refuse_node_hook))
+        _restore.append(allow_lists_of(ShardedTensor))  # in torch's optimizers on GPUs, as for plain tensors
 
 
 def restore_functions() -> None:
@@ -67,11 +62,10 @@ def is_of_user(hook: Any) -> bool:
 
 
 def refuse_node_hook(hook: Any) -> None:
-    """Check a hook that is registered on a node of autograd's graph.
+    """Raise for a hook of the user that is registered on a node of autograd's graph.
 
-    Raises:
-        UnsupportedCodeError: for a hook of the user. The node of a parameter gets the gradient of this rank's part or
-            none, other nodes of pipelines get gradients of microbatches, and a hook can't tell these nodes apart.
+    The node of a parameter gets the gradient of this rank's part or none, other nodes of pipelines get gradients of
+    microbatches, and a hook can't tell these nodes apart.
     """
     module = module_of(hook)
     if not module.startswith(("torch.", "lightning_shardckpt.")) or module.startswith(_LIKE_USERS):

@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.torch_modules import NormWithStatistics
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
-from lightning_shardckpt.parallel.tensors.gather import refuse_batched
+from lightning_shardckpt.parallel.tensors.values import refuse_batched
 from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")

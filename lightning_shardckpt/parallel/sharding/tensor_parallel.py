@@ -9,29 +9,41 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Set
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
     child_slots,
     compiled_from,
     is_compiled,
+    keep_hooks,
     mix_in,
     parameter_slots,
     result_hooks,
+    without_global_hooks,
 )
+from lightning_shardckpt.compat.torch_tensors import tree_leaves, tree_map, without_modes
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, suggest_names
-from lightning_shardckpt.parallel.sharding.plan_check import makes_parts, takes_parts, watch_plan
+from lightning_shardckpt.parallel.sharding.gathered_parameters import leaf_of
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import gather_whole
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import list_some
 
 Style = str | ParallelStyle
@@ -41,14 +53,14 @@ PARTIAL = "replicated_with_grad_allreduce"
 STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "replicate": None,
-    PARTIAL: None,
+    **dict.fromkeys(
+        ("colwise_rep", "colwise_gather_output", "embedding_colwise"),
+        lambda: ColwiseParallel(output_layouts=Replicate()),
+    ),
+    **dict.fromkeys(
+        ("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), lambda: RowwiseParallel(input_layouts=Replicate())
+    ),
+    **dict.fromkeys(("replicate", PARTIAL)),
 }
 """The named styles, spelled as in Hugging Face transformers; None for those that shard nothing."""
 
@@ -72,16 +84,10 @@ class TensorPlan:
 
 
 def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) -> TensorPlan:
-    """Return the checked plan for a module.
-
-    Args:
-        root: the module.
-        plan: the user's argument.
-        ties: the names of each tied parameter.
-        size: the number of tensor-parallel ranks.
+    """Return the checked plan for a module, from the user's argument; ``ties`` has the names of each tied parameter.
 
     Raises:
-        TopologyError: if a pattern matches nothing, a style is unknown or a size doesn't divide.
+        TopologyError: if a pattern matches nothing, a style is unknown or a width doesn't divide over ``size`` ranks.
     """
     if isinstance(plan, str) and plan != "auto":
         try:
@@ -106,12 +112,8 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
             if owner in modules:
                 is_embedding = isinstance(modules[owner], nn.Embedding)
                 named.setdefault(owner, "embedding_rowwise" if is_embedding else "colwise_gather_output")
-    styles = dict[str, ParallelStyle]()
-    for fqn, style in named.items():
-        make = STYLES[style] if isinstance(style, str) else lambda style=style: style
-        if make is not None:
-            styles[fqn] = make()
-    styles = _styles_inside_adapters(modules, styles)
+    made = {f: s if isinstance(s, ParallelStyle) else make() if (make := STYLES[s]) else None for f, s in named.items()}
+    styles = _styles_inside_adapters(modules, {fqn: style for fqn, style in made.items() if style is not None})
     for fqn, style in styles.items():
         if type(style) in (ColwiseParallel, RowwiseParallel):
             module = modules[fqn]
@@ -141,17 +143,13 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
             handle = module.register_forward_hook(_refuse_second_derivatives)
             hooks[module] = hooks.get(module, frozenset()) | {handle.id}
     refuse_compiled(root, "", {id(p) for p in root.parameters() if isinstance(p, DTensor)})
-    watch_plan(root, plan.styles, hooks, mesh)
+    _watch_plan(root, plan.styles, hooks, mesh)
 
 
 def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outside: bool = False) -> None:
-    """Check that no module is compiled that has parameters sharded by a plan.
+    """Check that no module is compiled that has parameters sharded by a plan, by their ids.
 
-    Args:
-        root: the module tree.
-        name: the FQN of ``root``; empty for the whole model.
-        planned: the ids of the parameters that the plan shards.
-        from_outside: whether compiled code calls ``root``.
+    ``name`` is the FQN of ``root``; with ``from_outside``, compiled code calls it.
 
     Raises:
         TopologyError: naming the module.
@@ -244,7 +242,7 @@ def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
     """Check that the widths of parts, which are plain local tensors, divide evenly: torch assumes equal parts there."""
     uneven = list[str]()
     for fqn, style in styles.items():
-        for is_split, features in ((makes_parts(style), "out_features"), (takes_parts(style), "in_features")):
+        for is_split, features in ((_makes_parts(style), "out_features"), (_takes_parts(style), "in_features")):
             width = getattr(modules[fqn], features, 0)
             if is_split and width % size:
                 uneven.append(f"  {fqn}: {features} is {width}")
@@ -283,7 +281,7 @@ def _styles_inside_adapters(
             sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
             names = ["base_layer", *(f"{sharded}.{name}" for name, _ in parts[sharded].named_children())]
             inside |= {f"{fqn}.{name}": style for name in names}
-            if takes_parts(style):
+            if _takes_parts(style):
                 dropouts = parts["lora_dropout"].named_children()
                 names = [name for name, dropout in dropouts if isinstance(dropout, nn.Dropout)]
                 inside |= {f"{fqn}.lora_dropout.{name}": _SharedDropout() for name in names}
@@ -323,3 +321,172 @@ class _DropoutOfColumns(nn.Module):
         (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
         noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
         return x * noise.narrow(-1, rank * width, width)
+
+
+# ── the check of a plan ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+# Between a column-wise and a row-wise layer, each rank has a part of the columns, as a plain tensor. Code that treats
+# each column on its own is right there; a norm, a softmax, a chunk or the width of the part is not. So the first call
+# of one block of each kind is compared with a copy of the block that is not sharded, and hooks of the user that would
+# get a part are refused.
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; more than sums in another order differ
+_REMEDY = (
+    'Give the column-wise layers in it the style "colwise_gather_output" and the row-wise ones "rowwise_split_input", '
+    "or leave them out of tensor_parallel_plan."
+)
+
+
+def _makes_parts(style: ParallelStyle) -> bool:
+    """Return whether the module's output is a part of the columns."""
+    return isinstance(style, ColwiseParallel) and style.output_layouts[0] == Shard(-1) and style.use_local_output
+
+
+def _takes_parts(style: ParallelStyle) -> bool:
+    """Return whether the module's input is a part of the columns."""
+    return isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1)
+
+
+def _watch_plan(
+    root: nn.Module, styles: Mapping[str, ParallelStyle], hooks: Mapping[nn.Module, frozenset[int]], mesh: DeviceMesh
+) -> None:
+    """Register checks of a plan, which run when modules are called; ``hooks`` has the ids of all but the user's."""
+    modules = named_modules(root)
+    for fqn, style in styles.items():
+        if _makes_parts(style) or _takes_parts(style):
+            check = partial(_refuse_hooks, fqn, hooks.get(modules[fqn], frozenset()), _makes_parts(style))
+            modules[fqn].register_forward_pre_hook(check, prepend=True)
+    kinds: dict[Any, str] = {}
+    for name, inside in _blocks(modules, styles).items():
+        kinds.setdefault((type(modules[name]), inside), name)
+    for name in kinds.values():
+        comparison = _Comparison(name, ref(modules[name]), root, hooks, mesh.get_group())
+        comparison.handle = modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
+
+
+def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
+    """Return the innermost modules with both column-wise and row-wise layers, and the names of the layers inside."""
+    blocks: dict[str, tuple[str, ...]] = {}
+    rows = [fqn for fqn, style in styles.items() if _takes_parts(style)]
+    for fqn in (fqn for fqn, style in styles.items() if _makes_parts(style)):
+        name = fqn
+        while name := name.rpartition(".")[0]:
+            is_called = type(modules[name]).forward is not nn.Module.forward or "forward" in vars(modules[name])
+            if is_called and any(row.startswith(f"{name}.") for row in rows):
+                inside = [other.removeprefix(name) for other in styles if other.startswith(f"{name}.")]
+                blocks[name] = tuple(sorted(inside))
+                break
+    return blocks
+
+
+def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a sharded module: refuse hooks of the user that would get a part of an activation."""
+    others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
+    if (makes and others) or len(others) > 1:  # this hook itself gets arguments
+        raise UnsupportedCodeError(
+            f"a hook on {fqn}, which tensor_parallel_plan shards, would get the part of its "
+            f"{'output' if makes else 'input'} that this rank has. Register it on the module around, or give {fqn} the "
+            f'style "{"colwise_gather_output" if makes else "rowwise_split_input"}".'
+        )
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """A forward pre-hook that compares a block with a copy that is not sharded, once.
+
+    It raises its finding on every call: the first call may be a trial of a pipeline, which ends without an error.
+    """
+
+    name: str
+    block: ref[nn.Module]
+    root: nn.Module
+    hooks: Mapping[nn.Module, frozenset[int]]
+    group: dist.ProcessGroup
+    handle: RemovableHandle | None = None
+    found: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Comparison:
+        return self
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.handle is None or block is not self.block():  # a deep copy of a block has this hook, too
+            return
+        if not self.found:
+            difference = self._compare(block, args, kwargs)
+            if not any_rank(bool(difference), self.group):
+                self.handle.remove()
+                self.handle = None
+                return
+            self.found = (
+                f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
+                f"sharded: {difference or 'another rank found a difference'}. Between its column-wise and row-wise "
+                "layers a rank has a part of the columns, so a norm, a softmax, a chunk, or the number of columns is "
+                f"not the value of the whole. {_REMEDY}"
+            )
+        raise TopologyError(self.found)
+
+    @torch.no_grad()
+    @without_modes()
+    def _compare(self, block: nn.Module, args: Any, kwargs: Any) -> str:
+        """Return the difference of a sharded and an unsharded copy; empty if there is none, or it is unknown."""
+        state = get_rng_state(every_device=False)
+        try:
+            dtype = torch.float64 if any(p.dtype == torch.float64 for p in block.parameters()) else torch.float32
+            copied, unsharded = self._copy(block, sharded=True), self._copy(block, sharded=False)
+            expected = _run(unsharded, dtype, args, kwargs, state)
+        except Exception:  # the module or its inputs can't be copied, or its code depends on the sharding
+            return ""
+        try:
+            actual = _run(copied, dtype, args, kwargs, state)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            set_rng_state(state)
+        return _describe_difference(actual, expected, _TOLERANCES[dtype])
+
+    def _copy(self, block: nn.Module, *, sharded: bool) -> nn.Module:
+        """Return a copy of the block in evaluation mode, without hooks of the user."""
+        memo: dict[int, Any] = {id(self.root): self.root}
+        if not sharded:
+            memo |= {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in block.parameters()}
+        copied: nn.Module = deepcopy(block, memo)
+        for original, module in zip(block.modules(), copied.modules(), strict=True):
+            keep_hooks(module, self.hooks.get(original, frozenset()) if sharded else frozenset())
+        return copied.eval()
+
+
+def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: dict[str, Any]) -> list[Tensor]:
+    """Return the floating-point outputs of a copy of a block, run with copies of the arguments in ``dtype``."""
+    if any(p.dtype != dtype for p in block.parameters() if p.is_floating_point()):
+        block.to(dtype)
+    own_args, own_kwargs = tree_map(partial(_copy_argument, dtype), (args, kwargs))
+    set_rng_state(state)
+    with torch.autocast(next(block.parameters()).device.type, enabled=False), without_global_hooks():
+        outputs = block(*own_args, **own_kwargs)
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    leaf = leaf_of(parameter)  # a unit around the block may have gathered it
+    return gather_whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
+
+
+def _copy_argument(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
+    return deepcopy(value)
+
+
+def _describe_difference(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
+    for position, (value, reference) in enumerate(zip(actual, expected, strict=False)):
+        if value.shape != reference.shape:
+            if position:  # attention weights, returned beside the output, are the weights of the rank's heads
+                continue
+            return f"its output has the shape {tuple(value.shape)}, not {tuple(reference.shape)}"
+        if not reference.numel():
+            continue
+        off, largest = float((value - reference).abs().max()), float(reference.abs().max())
+        if off > tolerance * largest:
+            return f"its output is off by {off:.3g} of {largest:.3g}"
+    return ""

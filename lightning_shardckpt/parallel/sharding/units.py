@@ -64,12 +64,11 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     values_of,
 )
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
-from lightning_shardckpt.parallel.tensors.gather import is_part
 from lightning_shardckpt.parallel.tensors.gathered_weights import SavedParameters, cast_weights, has_cast_weight
 from lightning_shardckpt.parallel.tensors.operations import connect_to_shards
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, is_part, sharding_of
 
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str, ShardedTensor]

@@ -46,9 +46,7 @@ class SavedParameters:
             engine frees it.
     """
 
-    def __init__(
-        self, name: str, leaves: Mapping[int, DTensor], regather: Mapping[int, Callable[[], Tensor]]
-    ) -> None:
+    def __init__(self, name: str, leaves: Mapping[int, DTensor], regather: Mapping[int, Callable[[], Tensor]]) -> None:
         self._name, self._leaves, self._regather = name, leaves, regather
         self._versions: dict[int, tuple[int, int]] = {}
         self._outer: SavedParameters | None = None  # of the unit around this one
@@ -77,9 +75,8 @@ class SavedParameters:
             return self._outer._pack(tensor)
         if leaf is None:  # not the tensor itself: the graph would form a cycle
             return partial(self._unpack_activation, tensor.detach(), version_of(tensor))
-        kept, spec = None if id(leaf) in self._regather else local.detach(), None
-        if isinstance(tensor, DTensor):
-            spec = spec_of(tensor)
+        kept = None if id(leaf) in self._regather else local.detach()
+        spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
         return partial(self._unpack, leaf, kept, (local.size(), local.stride(), local.storage_offset()), spec)
 
     def _unpack_activation(self, tensor: Tensor, version: int) -> Tensor:
@@ -141,17 +138,13 @@ FUNCTIONS = frozenset(
 
 
 class CastWeight(NamedTuple):
-    """A parameter, gathered in the dtype of autocast.
-
-    Attributes:
-        whole: the values.
-        history: a tensor without memory in the parameter's dtype, which receives the gradient.
-        version: the `version_key` of the parameter when it was gathered.
-    """
+    """A parameter, gathered in the dtype of autocast."""
 
     whole: Tensor
     history: Tensor
+    """A tensor without memory in the parameter's dtype, which receives the gradient."""
     version: tuple[int, int]
+    """The `version_key` of the parameter when it was gathered."""
 
     def fits(self, leaf: DTensor) -> bool:
         """Return whether autocast would now cast the parameter to these values, with the same history."""

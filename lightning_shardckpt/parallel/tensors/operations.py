@@ -26,7 +26,6 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import GATHERED, REMEDY, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.gathered_weights import version_key
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import describe, local_part
@@ -45,6 +44,8 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     tensors_in,
 )
 from lightning_shardckpt.parallel.tensors.values import (
+    GATHERED,
+    REMEDY,
     Scatter,
     check_equal_on_ranks,
     draw_like_first_rank,
@@ -52,6 +53,7 @@ from lightning_shardckpt.parallel.tensors.values import (
     is_equal_on_ranks,
     record_numbers,
     sharding_of,
+    takes_gradients_late,
 )
 
 # ── functions of whole tensors ──────────────────────────────────────────────────────────────────────────────────────
@@ -76,13 +78,7 @@ class ShardView(Tensor):
 
 @dataclass(slots=True)
 class GatheredTensor:
-    """A sharded tensor, gathered.
-
-    Attributes:
-        shards: the sharded tensor.
-        whole: the gathered one.
-        version: the `version_key` of ``shards`` when it was gathered.
-    """
+    """A sharded tensor, the gathered one, and the `version_key` of ``shards`` when it was gathered."""
 
     shards: DTensor
     whole: Tensor
@@ -203,7 +199,7 @@ def _memory(value: Tensor) -> int:
 # ── other kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MOVES = ("cpu", "cuda", "to")
-_NUMBERS = (float, int, bool)
+_NUMBERS = (float, int)
 
 
 def _run_plain(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +265,8 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         return run_gathered(func, args, kwargs)
     result = func(*rows[: len(args)], **dict(zip(kwargs, rows[len(args) :], strict=True)))
     if writes_first(func):
-        record_numbers(name, shape_of(first), numbers)
+        if numbers:
+            record_numbers(name, shape_of(first), numbers)
         increment_version(first)
         return first
     if not isinstance(result, Tensor):
@@ -292,8 +289,9 @@ def _run_on_lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         if records or not all(_fits(t, example) for t, example in pairs):
             return run_gathered(func, args, kwargs)
         if writes_first(func):
-            numbers = [n for value in (*args, *kwargs.values()) for n in (value if type(value) is list else [value])]
-            record_numbers(name_of(func), args[0][0].shape, numbers)
+            values = [n for value in (*args, *kwargs.values()) for n in (value if type(value) is list else [value])]
+            if numbers := [value for value in values if type(value) in _NUMBERS]:
+                record_numbers(name_of(func), args[0][0].shape, numbers)
         rows, keywords = map_nested((args, kwargs), local_tensor)
         results = func(*rows, **keywords)
         if results is None or writes_first(func):
@@ -327,17 +325,11 @@ def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | None] | None) -> None:
-    """Raise if gathered copies of parameters are among ``inputs``, and none of them has a gradient.
+    """Raise if gathered copies of parameters are among ``inputs`` of ``torch.autograd.grad``, and all are unused.
 
     A custom autograd function that runs a module in its backward, as adjoint methods do, asks for the gradients of the
     parameters that were its arguments. These are copies from its forward, but the module has used other ones.
-
-    Args:
-        inputs: of ``torch.autograd.grad``, some of them unused.
-        gradients: None if autograd has refused unused inputs.
-
-    Raises:
-        UnsupportedCodeError: naming the shape of the first copy.
+    ``gradients`` is None if autograd has refused unused inputs.
     """
     found = [None] * len(inputs) if gradients is None else gradients
     copies = [(t, g) for t, g in zip(inputs, found, strict=True) if hasattr(getattr(t, "grad_fn", None), GATHERED)]

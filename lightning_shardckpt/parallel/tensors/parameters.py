@@ -30,10 +30,10 @@ from lightning_shardckpt.compat.torch_tensors import (
     set_gradient_hooks,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import PARTIAL
 from lightning_shardckpt.parallel.tensors.operations import wrap_hook
 from lightning_shardckpt.parallel.tensors.placement import NAME, own_rows, resolve_sharding, spec_over
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, as_sharded
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, as_sharded, map_nested
+from lightning_shardckpt.parallel.tensors.values import PARTIAL
 
 
 class ReplacedParameter(nn.Parameter):
@@ -45,7 +45,8 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*_current(tuple(args)), **_current(kwargs or {}))
+        args, kwargs = map_nested((tuple(args), kwargs or {}), _current)
+        return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -57,19 +58,15 @@ class ReplacedParameter(nn.Parameter):
         _current(self).data = value
 
 
-def _current(value: Any) -> Any:
-    if isinstance(value, ReplacedParameter):
-        if value._replacement is None:
-            raise UnsupportedCodeError(
-                "this parameter is on another pipeline stage. Access parameters through the module, not through "
-                "references from before it was sharded, and only the parameters of this stage."
-            )
-        return value._replacement
-    if isinstance(value, list | tuple):
-        return type(value)(map(_current, value))
-    if isinstance(value, dict):
-        return {key: _current(item) for key, item in value.items()}
-    return value
+def _current(value: Tensor) -> Any:
+    if not isinstance(value, ReplacedParameter):
+        return value
+    if value._replacement is None:
+        raise UnsupportedCodeError(
+            "this parameter is on another pipeline stage. Access parameters through the module, not through "
+            "references from before it was sharded, and only the parameters of this stage."
+        )
+    return value._replacement
 
 
 def shard_parameters(
@@ -154,11 +151,7 @@ def retire_parameter(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
 
 
 def refuse_shared_memory(root: nn.Module) -> None:
-    """Check that no buffer shares the memory of a parameter.
-
-    Raises:
-        UnsupportedCodeError: naming the first one that does.
-    """
+    """Raise for the first buffer that shares the memory of a parameter."""
     with below_functions():
         names = {_memory(parameter): name for name, parameter in root.named_parameters()}
         for name, buffer in root.named_buffers():
@@ -184,12 +177,7 @@ _REGISTRIES = frozenset(vars(nn.Module()))  # such as ``_parameters``
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:
-    """Replace old parameters by new ones in the attributes of modules inside ``root``.
-
-    Args:
-        root: a module that has the new parameters already.
-        replaced: the new parameter, or a placeholder, for each old one.
-    """
+    """Replace old parameters by new ones, or by placeholders, in the attributes of modules inside ``root``."""
     new_by_id: dict[int, Any] = {id(old): new for old, new in replaced.items() if old is not new}
     if not new_by_id:
         return

@@ -99,10 +99,7 @@ def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sha
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:
     """Return the spec that shards a tensor's rows over ``data_mesh``, in addition to its tensor-parallel placements.
 
-    Args:
-        tensor: plain, or a DTensor on tensor-parallel axes of ``root``.
-        data_mesh: its axes are "replicate" and "shard", or "shard" only.
-        root: the mesh of all ranks.
+    The axes of ``data_mesh`` are "replicate" and "shard", or "shard" only; ``root`` is the mesh of all ranks.
     """
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     rows: Placement = Shard(0)
@@ -230,29 +227,19 @@ class Peers:
         """Begin the next step; ``is_alike``: the ranks have verified that they entered the same collectives."""
         self._entered_before, self._entered = self._entered if is_alike else [], []
 
-    def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
-        """Wait for a collective of a module; on a GPU, only the current stream waits.
+    def wait(self, work: dist.Work | None, purpose: str) -> None:
+        """Wait for a collective of a module on CPUs.
 
         Raises:
-            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
-                CPUs.
+            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make.
         """
-        assert work is not None  # this rank is in the group
-        if device.type == "cpu":
-            wait_for(work, purpose, self.ranks)
-        else:  # no timeout: NCCL would abort the communicator, and a late rank end the run
-            work.wait()
+        wait_for(work, purpose, self.ranks)
 
     def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:
-        """Compare ``done`` on all ranks, and return the numbers of every rank, as many on each.
-
-        Args:
-            done: what this rank did last.
-            numbers: of this rank.
-            before: a digest of what it did before, which is compared, too.
+        """Compare what each rank did last, and a digest of ``before``; return the numbers of every rank.
 
         Raises:
-            UnsupportedCodeError: on every rank, if ``done`` differs, or a rank reads a value instead.
+            UnsupportedCodeError: on every rank, if these differ, or a rank reads a value instead.
         """
         return self._announce(done, numbers, is_read=False, before=before)
 
@@ -330,13 +317,9 @@ class Peers:
     def raise_if_awaited(self, purpose: str, ranks: Collection[int], seen: set[str]) -> None:
         """Look for the notice of a rank that waits in the next announcement, which this rank has not made.
 
-        Args:
-            purpose: of the wait of this rank.
-            ranks: for which this rank waits.
-            seen: notices that an earlier look of this wait has found.
-
         Raises:
-            UnsupportedCodeError: for a notice of one of ``ranks`` that was there before: the wait is no delay.
+            UnsupportedCodeError: for a notice of one of ``ranks``, for which this rank waits, that an earlier look has
+                ``seen``: the wait is no delay.
         """
         following = self._announcements + 1
         notice = get_if_set(self._store, f"waits/{following}")

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import (
@@ -32,17 +32,18 @@ from lightning_shardckpt.compat.dtensor import (
     shape_of,
     spec_of,
 )
-from lightning_shardckpt.compat.torch_tensors import (
-    is_marked_as_parameter,
-    mark_as_parameter,
-    without_torch_function,
-)
+from lightning_shardckpt.compat.torch_tensors import mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import RECEIVER, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.gathered_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, describe, local_part
-from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.values import (
+    RECEIVER,
+    check_equal_on_ranks,
+    gather_whole,
+    sharding_of,
+    takes_gradients_late,
+)
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -162,7 +163,7 @@ class ShardedTensor(DTensor):
         """Return a leaf like this one over other memory."""
         with without_torch_function(), torch.no_grad():
             leaf: Any = new_like(self, local).requires_grad_(self.requires_grad)
-        if is_marked_as_parameter(self):
+        if isinstance(self, nn.Parameter):
             mark_as_parameter(leaf)
         return leaf  # type: ignore[no-any-return]  # it is one
 
