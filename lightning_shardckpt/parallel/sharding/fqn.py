@@ -109,13 +109,8 @@ def suggest_names(modules: Iterable[str], pattern: str) -> str:
 def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[str]:
     """Return the FQNs of the modules that any pattern matches, as a glob or a class name, outermost first.
 
-    Args:
-        root: the module tree.
-        patterns: globs of FQNs, or class names.
-        what: the user's argument, for messages.
-
     Raises:
-        TopologyError: listing every pattern that matches nothing.
+        TopologyError: listing every pattern that matches nothing; ``what`` names the user's argument.
     """
     modules = named_modules(root)
     selected, unmatched = set[str](), list[str]()

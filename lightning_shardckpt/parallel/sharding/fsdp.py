@@ -10,12 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.fqn import (
-    are_layers,
-    module_names,
-    named_modules,
-    select_modules,
-)
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, named_modules, select_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +72,8 @@ def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
 def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> dict[str, nn.Module]:
     """Return the modules that become units for parameters outside of ``units``, by FQN.
 
-    These are the outermost modules without a unit inside, and modules around units that have parameters of their own.
-
-    Args:
-        root: the module tree.
-        units: the chosen units.
-        is_called: whether ``root`` itself is called, and not only its steps.
+    These are the outermost modules without a unit inside, and modules around units that have parameters of their own;
+    ``root`` itself only if it is called, and not only its steps.
     """
     chosen, around = set(units), dict[str, nn.Module]()
 

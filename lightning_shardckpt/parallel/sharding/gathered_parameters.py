@@ -285,28 +285,23 @@ class KeptGathers:
         return self._gathered[key][1]
 
     def reduce(self) -> None:
-        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it.
-
-        Raises:
-            UnsupportedCodeError: for a gradient that the backward of a layer has reduced already.
-        """
+        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it."""
         gathered, self._gathered = self._gathered, {}
         wholes, gradients = [], []
-        for pair in gathered.values():
-            for whole, copy in zip(*pair, strict=True):
-                if whole.requires_grad:
-                    with without_torch_function():
-                        gradient = _grad.__get__(copy)
-                    if isinstance(gradient, DTensor) and not isinstance(whole, DTensor):
-                        raise UnsupportedCodeError(
-                            "a custom autograd function of a layer runs a module in its backward, and returns "
-                            f"gradients for parameters that were its arguments, here of {describe(leaf_of(whole))}. "
-                            "In a pipeline they would be reduced twice. Don't pass the parameters, and call "
-                            "torch.autograd.backward, or use torch.utils.checkpoint (of torchdiffeq odeint, not "
-                            "odeint_adjoint)."
-                        )
-                    wholes.append(whole)
-                    gradients.append(absent_gradient(whole) if gradient is None else gradient)
+        for whole, copy in [pair for kept in gathered.values() for pair in zip(*kept, strict=True)]:
+            if not whole.requires_grad:
+                continue
+            with without_torch_function():
+                gradient = _grad.__get__(copy)
+            if isinstance(gradient, DTensor) and not isinstance(whole, DTensor):  # a backward has reduced it already
+                raise UnsupportedCodeError(
+                    "a custom autograd function of a layer runs a module in its backward, and returns gradients for "
+                    f"parameters that were its arguments, here of {describe(leaf_of(whole))}. In a pipeline they would "
+                    "be reduced twice. Don't pass the parameters, and call torch.autograd.backward, or use "
+                    "torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint)."
+                )
+            wholes.append(whole)
+            gradients.append(absent_gradient(whole) if gradient is None else gradient)
         if wholes:
             torch.autograd.backward(wholes, gradients)
 

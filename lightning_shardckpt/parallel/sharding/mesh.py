@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -116,8 +116,7 @@ class Meshes:
         return self.root.get_group("tensor")
 
 
-_Kept: TypeAlias = dict[tuple[Topology, str, float], Meshes]
-_kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Topology, str, float], Meshes]] = WeakKeyDictionary()
 
 
 def keep_meshes(meshes: Meshes) -> None:
@@ -136,12 +135,9 @@ def forget_meshes() -> None:
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
     """Return the meshes of ``topology``: on all ranks the meshes of an earlier run, or new ones.
 
-    Collective: every rank of the world must call it.
+    ``timeout_s`` is the timeout of the collectives of training; reads of sharded tensors wait at most 300 s.
 
-    Args:
-        topology: the sizes of the axes.
-        device_type: the device type of the meshes.
-        timeout_s: the timeout of the collectives of training; reads of sharded tensors wait at most 300 s.
+    Collective: every rank of the world must call it.
     """
     assert dist.group.WORLD is not None
     kept = _kept.get(dist.group.WORLD, {}).pop((topology, device_type, timeout_s), None)

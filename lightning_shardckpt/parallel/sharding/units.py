@@ -207,7 +207,7 @@ class UnitForward:
         memories = {memory_id(local_tensor(w)): p for p, w in zip(leaves, wholes, strict=True) if p is not w}
         versions, saved = versions_of(wholes), None
         if memories and torch.is_grad_enabled() and KeptGathers.current is None:
-            saved = SavedParameters(name, memories, {number: by_fsdp[number].regather for number in by_fsdp})
+            saved = SavedParameters(name, memories, {number: gathered.regather for number, gathered in by_fsdp.items()})
         try:
             with _put_in_place(slots, plain), cast_weights(cast), nullcontext() if saved is None else saved.hooks():
                 set_frame_callback(compiler)

@@ -213,10 +213,8 @@ class Peers:
     def enter(self, purpose: str) -> None:
         """Announce the next collective, unless it is the one at this position of the previous step.
 
-        A rank that announces waits here; ranks that don't find its notice in `wait`.
-
-        Raises:
-            UnsupportedCodeError: on every rank, if the ranks announce different collectives.
+        A rank that announces waits here; ranks that don't find its notice in `wait`. If the ranks announce different
+        collectives, every rank raises an UnsupportedCodeError.
         """
         position = len(self._entered)
         self._entered.append(purpose)
@@ -228,11 +226,7 @@ class Peers:
         self._entered_before, self._entered = self._entered if is_alike else [], []
 
     def wait(self, work: dist.Work | None, purpose: str) -> None:
-        """Wait for a collective of a module on CPUs.
-
-        Raises:
-            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make.
-        """
+        """Wait for a collective of a module on CPUs; raise if a rank waits in an announcement instead."""
         wait_for(work, purpose, self.ranks)
 
     def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:

@@ -122,11 +122,7 @@ class ShardedTensor(DTensor):
         return gradient
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Take the memory of another tensor of this shape, as parametrizations do; torch does not dispatch ``set_``.
-
-        Raises:
-            UnsupportedCodeError: for a storage, or another shape.
-        """
+        """Take the memory of another tensor of this shape, as parametrizations do; torch does not dispatch ``set_``."""
         if not isinstance(source, Tensor) or args or kwargs:
             raise UnsupportedCodeError(
                 f"set_ replaces the memory of a sharded tensor of shape {tuple(self.shape)}, and this rank has only "
@@ -147,11 +143,7 @@ class ShardedTensor(DTensor):
             return gather_whole(self, "full_tensor")
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Return this rank's rows.
-
-        Raises:
-            UnsupportedCodeError: for parameters of torch's engine, if autograd would record their use.
-        """
+        """Return this rank's rows, for parameters of torch's engine only if autograd does not record their use."""
         if torch.is_grad_enabled() and self.requires_grad and takes_gradients_late(self):
             raise UnsupportedCodeError(
                 f"to_local() of {describe(self)} gives the rows of one rank, whose gradient no engine reduces. Use the "
