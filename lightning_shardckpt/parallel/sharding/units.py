@@ -23,7 +23,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -83,6 +83,18 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
     module.__dict__["forward"] = UnitForward(module, unit, vars(module).get("forward"))
 
 
+class _Call(NamedTuple):
+    """One call of a unit: where its sharded parameters are, each of them once, and the original forward.
+
+    ``compiler`` is the callback of torch.compile, which only the original forward must see.
+    """
+
+    slots: Sequence[Slot]
+    leaves: Sequence[ShardedTensor]
+    forward: Callable[[], Any]
+    compiler: Any
+
+
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch's dispatch for DTensors
 
 
@@ -132,12 +144,12 @@ class UnitForward:
             slots = self._slots()
             leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
             _refuse_kept_views(self.unit.name, leaves)
-            forward = partial(self.__wrapped__, *args, **kwargs)
+            call = _Call(slots, leaves, partial(self.__wrapped__, *args, **kwargs), compiler)
             if leaves and KeptGathers.current is not None:
                 key = (id(self._owner), *(leaf.requires_grad for leaf in leaves))  # a step may freeze it for one call
                 wholes = KeptGathers.current.take(key, partial(_gather_to_keep, self.unit, leaves))
-                return self._run_with(slots, dict(zip(map(id, leaves), wholes, strict=True)), forward, compiler, {})
-            body = partial(self._run_beside, slots, leaves, forward, compiler)
+                return self._run_with(call, dict(zip(map(id, leaves), wholes, strict=True)), {})
+            body = partial(self._run_beside, call)
             is_compiled = compiler is not None or self._is_compiled
             for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
                 body = partial(_run_in_proxy, proxy, selected, (args, kwargs), body)
@@ -164,18 +176,11 @@ class UnitForward:
         slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
         return [(m, name, leaf) for m, name, leaf in slots if type(leaf) is ShardedTensor and not has_cast_weight(leaf)]
 
-    def _run_beside(
-        self,
-        slots: Sequence[Slot],
-        leaves: Sequence[ShardedTensor],
-        forward: Callable[[], Any],
-        compiler: Any,
-        by_fsdp: Gathered,
-    ) -> Any:
+    def _run_beside(self, call: _Call, by_fsdp: Gathered) -> Any:
         """Run a forward with the parameters that ``fully_shard`` gathered, and others that must be plain."""
-        is_compiled = compiler is not None or self._is_compiled
+        is_compiled = call.compiler is not None or self._is_compiled
         are_plain, wholes = is_compiled or self._has_fast_paths, dict[int, Tensor]()
-        for leaf in leaves:
+        for leaf in call.leaves:
             if id(leaf) in by_fsdp:
                 wholes[id(leaf)] = by_fsdp[id(leaf)].whole
             elif is_part(leaf) and not are_plain:
@@ -185,24 +190,16 @@ class UnitForward:
         if is_compiled:
             planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
             if planned:
-                refuse_compiled(self._owner, self.unit.name, planned, from_outside=compiler is not None)
+                refuse_compiled(self._owner, self.unit.name, planned, from_outside=call.compiler is not None)
             hide_gradients(wholes.values())
-        return self._run_with(slots, wholes, forward, compiler, by_fsdp)
+        return self._run_with(call, wholes, by_fsdp)
 
-    def _run_with(
-        self,
-        slots: Sequence[Slot],
-        plain: Mapping[int, Tensor],
-        forward: Callable[[], Any],
-        compiler: Any,
-        by_fsdp: Gathered,
-    ) -> Any:
+    def _run_with(self, call: _Call, plain: Mapping[int, Tensor], by_fsdp: Gathered) -> Any:
         """Run a forward with the tensors in ``plain``, by the ids of the sharded ones; some are ``by_fsdp``."""
-        name = self.unit.name
-        replaced = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in plain}
-        leaves, wholes = list(replaced.values()), [plain[number] for number in replaced]
+        name, leaves = self.unit.name, [leaf for leaf in call.leaves if id(leaf) in plain]
+        wholes = [plain[id(leaf)] for leaf in leaves]
         cast = {number: gathered.cast for number, gathered in by_fsdp.items() if gathered.cast is not None}
-        slots = [slot for slot in slots if id(slot[2]) in replaced and id(slot[2]) not in cast]
+        slots = [slot for slot in call.slots if id(slot[2]) in plain and id(slot[2]) not in cast]
         enter_forward(wholes)
         memories = {memory_id(local_tensor(w)): p for p, w in zip(leaves, wholes, strict=True) if p is not w}
         versions, saved = versions_of(wholes), None
@@ -210,9 +207,9 @@ class UnitForward:
             saved = SavedParameters(name, memories, {number: gathered.regather for number, gathered in by_fsdp.items()})
         try:
             with _put_in_place(slots, plain), cast_weights(cast), nullcontext() if saved is None else saved.hooks():
-                set_frame_callback(compiler)
+                set_frame_callback(call.compiler)
                 try:
-                    outputs = forward()
+                    outputs = call.forward()
                 finally:
                     set_frame_callback(None)
             for leaf, whole, before, now in zip(leaves, wholes, versions, versions_of(wholes), strict=True):
