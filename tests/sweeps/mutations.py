@@ -112,7 +112,7 @@ MUTATIONS = (
              "storage/object_store.py", 'mode: Any = expected or "create"', 'mode: Any = "overwrite"',
              ("unit/storage/test_clouds.py::test_gcs_and_azure_compare_as_they_write",)),
     Mutation("the writer's lock is not taken", ATOMIC, "storage/local_files.py",
-             "                _try_lock(self._file)\n", "                pass\n", ("unit/storage/test_local.py",)),
+             "                _try_lock(file)\n", "                pass\n", ("unit/storage/test_local.py",)),
     Mutation("a directory of someone else is replaced", ATOMIC, "storage/local_storage.py",
              "        if ROOT_NAME not in names and not all(", "        if False and not all(",
              ("unit/storage/test_storage.py::test_what_is_not_ours_is_never_replaced",)),
