@@ -336,9 +336,7 @@ class _Mark(NamedTuple):
 
 
 @contextmanager
-def mark_partly_loaded(
-    objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False
-) -> Iterator[None]:
+def mark_partly_loaded(objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False) -> Iterator[None]:
     """Mark objects as partly loaded while the block changes them; if it raises, the marks stay.
 
     Then hooks refuse the forward of marked modules and the step of marked optimizers.

@@ -258,9 +258,7 @@ def _refuse_objects(value: Any, path: Path) -> None:
             _refuse_objects(item, (*path, key))
 
 
-def _leaves(
-    value: Any, path: Path, containers: tuple[type, ...], kind: type[torch.Tensor]
-) -> list[tuple[Path, Any]]:
+def _leaves(value: Any, path: Path, containers: tuple[type, ...], kind: type[torch.Tensor]) -> list[tuple[Path, Any]]:
     """Return the tensors of a kind in nested containers, and the largest parts without any, by path."""
     if not isinstance(value, containers):
         return [(path, value)]

@@ -73,9 +73,7 @@ class NestedLoad:
         self._others: list[Path] = []  # of stateful objects and plain values
 
     @gc_paused()
-    def run(
-        self, path: str, ranks: Ranks, *, options: LoadOptions, storage: Storage
-    ) -> tuple[dict[str, Any], LoadJob]:
+    def run(self, path: str, ranks: Ranks, *, options: LoadOptions, storage: Storage) -> tuple[dict[str, Any], LoadJob]:
         """Load the checkpoint; return its remaining plain state, and the result of ``checkpoint.load``.
 
         Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.

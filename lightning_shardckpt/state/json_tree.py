@@ -313,9 +313,7 @@ def _pickle(value: Any) -> bytes | None:
 # ── JSON becomes values ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode(
-    value: Any, stored: Callable[[str], Any], *, unpickles: bool = False, makes_configs: bool = True
-) -> Any:
+def decode(value: Any, stored: Callable[[str], Any], *, unpickles: bool = False, makes_configs: bool = True) -> Any:
     """Return the value from the JSON of ``Encoder.encode``.
 
     Args:

@@ -340,9 +340,7 @@ NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
 
 
 @contextmanager
-def open_output(
-    path: str, *, is_file: bool, replaceable: Callable[[str], bool]
-) -> Iterator[tuple[NewFile, list[str]]]:
+def open_output(path: str, *, is_file: bool, replaceable: Callable[[str], bool]) -> Iterator[tuple[NewFile, list[str]]]:
     """Create a file or a directory at a path; yield a function that creates files, and notes for the user.
 
     It is in place and durable when the context ends, with the mode, owner and group of what it replaces; after an error

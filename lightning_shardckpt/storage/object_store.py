@@ -299,9 +299,7 @@ def _client_options(given: Mapping[str, Any], tuning: Tuning) -> dict[str, Any]:
     return {"client_options": client, "retry_config": retry}
 
 
-def find_aws(
-    url: str, given: Mapping[str, Any]
-) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
+def find_aws(url: str, given: Mapping[str, Any]) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
     """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
 
     ``given`` has ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.

@@ -40,12 +40,7 @@ from lightning_shardckpt.compat.lightning_loops import (
 )
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.data_position import (
-    batch_size_of,
-    position_of,
-    progress_of,
-    resume_loader,
-)
+from lightning_shardckpt.state.data_position import batch_size_of, position_of, progress_of, resume_loader
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
 _INEXACT = (

@@ -283,9 +283,7 @@ class PipelinedSteps:
         self._assumed_scale = 1.0
         self._received_scales: list[Tensor] = []
 
-    def run_method(
-        self, module: pl.LightningModule, name: str, context: StepContext, batch: Any, *args: Any
-    ) -> Any:
+    def run_method(self, module: pl.LightningModule, name: str, context: StepContext, batch: Any, *args: Any) -> Any:
         """Run a step method of a LightningModule, each time in ``context``; see `run`.
 
         Raises:

@@ -20,10 +20,7 @@ LISTED = 20
 
 
 def inspect(
-    path: str | os.PathLike[str],
-    tensors: str | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str], tensors: str | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint, as values that JSON can hold.
 

@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.format.index import COMPONENTS, ROOT_NAME, TensorSpec
-from lightning_shardckpt.format.layout import (
-    Box,
-    Part,
-    Shape,
-    as_holders,
-    parts_of_shard,
-    replicas,
-    shards_meeting,
-)
+from lightning_shardckpt.format.layout import Box, Part, Shape, as_holders, parts_of_shard, replicas, shards_meeting
 from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.open_source import open_checkpoint
@@ -40,10 +32,7 @@ _TEMPLATE = Path(__file__).with_name("map.html")
 
 
 def write_map(
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str], output: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Path:
     """Write a page about a checkpoint and return its path; an existing file is replaced.
 

@@ -39,9 +39,7 @@ class AbsentParameters:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]],
-        group: dist.ProcessGroup,
+        self, parameters: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]], group: dist.ProcessGroup
     ) -> None:
         self._parameters, self._group = list(parameters), group
 

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.compat.torch_modules import (
-    child_slots,
-    compiled_call,
-    parameter_slots,
-)
+from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, parameter_slots
 from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -173,11 +169,7 @@ class StagedModule:
         return AbsentParameters(parameters, host_group(self.meshes.pipeline_group))
 
     def build_pipeline(
-        self,
-        root: nn.Module,
-        gradients: GradientSync,
-        absent: AbsentParameters,
-        device: torch.device,
+        self, root: nn.Module, gradients: GradientSync, absent: AbsentParameters, device: torch.device
     ) -> PipelineRunner:
         """Add gates to all modules, and return the pipeline that runs their steps."""
         gates = Gates(self.plan.layers)

@@ -30,11 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of, after_backward
 from lightning_shardckpt.compat.torch_modules import set_frame_callback
-from lightning_shardckpt.compat.torch_tensors import (
-    accumulation_hooks,
-    gradient_hooks,
-    without_torch_function,
-)
+from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks, without_torch_function
 from lightning_shardckpt.distributed.host_numbers import gather_numbers, on_device, reduce_tensor
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients

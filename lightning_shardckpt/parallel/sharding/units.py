@@ -242,11 +242,7 @@ def _select_proxies(
 
 
 def _run_in_proxy(
-    proxy: FSDPProxy,
-    leaves: Sequence[ShardedTensor],
-    inputs: Any,
-    body: Callable[[Gathered], Any],
-    others: Gathered,
+    proxy: FSDPProxy, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any], others: Gathered
 ) -> Any:
     return proxy.run(leaves, inputs, lambda gathered: body({**others, **gathered}))
 

@@ -31,12 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
-from lightning_shardckpt.compat.torch_distributed import (
-    PrefixStore,
-    all_gather_single,
-    get_if_set,
-    group_of_name,
-)
+from lightning_shardckpt.compat.torch_distributed import PrefixStore, all_gather_single, get_if_set, group_of_name
 from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group, notices, wait_for
 from lightning_shardckpt.distributed.world import current_world
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
