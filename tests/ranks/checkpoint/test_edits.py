@@ -179,7 +179,7 @@ CASES = [
         Case(f"optimizer {path} {str(new)[:20]}", optimizer(path, new), words, OF_DOCUMENTS)
         for path, new, words in (
             ("0/groups/0/params", [["w"]], "is not text"),
-            ("0/numbered", True, "names no parameter"),
+            ("0/numbered", True, "is not a parameter's number"),
             ("0/values", {"step": [{"value": 3}]}, "with params, value"),
         )
     ),
