@@ -29,7 +29,7 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
-from lightning_shardckpt.system.threads import drain_all
+from lightning_shardckpt.system.host import drain_all
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
 _ALONE = SaveGroup()

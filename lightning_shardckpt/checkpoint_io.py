@@ -34,8 +34,8 @@ from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, li
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder
+from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import count_text
-from lightning_shardckpt.system.threads import drain_all
 
 
 class ShardCkptIO(CheckpointIO):

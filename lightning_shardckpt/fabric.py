@@ -52,7 +52,7 @@ from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.steps import PipelinedSteps, StepCall, scaler_factor, unscale_shards
-from lightning_shardckpt.system.threads import drain_all
+from lightning_shardckpt.system.host import drain_all
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
 

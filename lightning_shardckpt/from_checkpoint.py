@@ -22,8 +22,8 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import lost_values
 from lightning_shardckpt.storage.router import StorageRouter, file_path
+from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import count_text, list_some
-from lightning_shardckpt.system.threads import drain_all
 
 
 def load_from_checkpoint(

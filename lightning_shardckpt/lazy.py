@@ -18,7 +18,7 @@ from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter, file_path
-from lightning_shardckpt.system.threads import drain_all
+from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.transfer.reader import fetch
 
 if TYPE_CHECKING:

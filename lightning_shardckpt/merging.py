@@ -30,8 +30,8 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, snapshot
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
 from lightning_shardckpt.storage.run_folder import RunFolder
+from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import list_some, progress
-from lightning_shardckpt.system.threads import drain_all
 
 _log = logging.getLogger(__name__)
 MERGED = "merged"

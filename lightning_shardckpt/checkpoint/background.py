@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.state.tensor_bytes import HostMemory
-from lightning_shardckpt.system.threads import WRITERS, NoThreadError, start_thread
+from lightning_shardckpt.system.host import WRITERS, NoThreadError, start_thread
 
 V = TypeVar("V")
 _CHECK_S = 1.0  # between two checks that the thread is alive
@@ -45,7 +45,7 @@ class Background:
     def forget(self) -> None:
         """Empty the queue: at construction, and in a forked process, whose parent does the jobs."""
         self.lock = threading.RLock()  # reentrant: a signal handler may save
-        self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
+        self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.host``
         self._jobs = deque[Callable[[], None]]()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save

@@ -40,9 +40,8 @@ from lightning_shardckpt.state.state_dicts import METADATA
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.system.host import gc_paused
+from lightning_shardckpt.system.host import gc_paused, signals_deferred
 from lightning_shardckpt.system.text import count_text, list_some
-from lightning_shardckpt.system.threads import signals_deferred
 
 _LISTED = 20
 _T = TypeVar("_T")

@@ -42,9 +42,8 @@ from lightning_shardckpt.compat.torch_distributed import (
     put_bytes,
 )
 from lightning_shardckpt.errors import RankError, ShardCkptError
-from lightning_shardckpt.system.host import TUNING, Tuning, host_id, start_time
+from lightning_shardckpt.system.host import TUNING, NoThreadError, Tuning, host_id, start_thread, start_time
 from lightning_shardckpt.system.text import one_line
-from lightning_shardckpt.system.threads import NoThreadError, start_thread
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone

@@ -35,8 +35,8 @@ from lightning_shardckpt.state.documents import CONFIG
 from lightning_shardckpt.storage.local_files import NewFile, open_output
 from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
+from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import progress
-from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)

@@ -57,10 +57,9 @@ from lightning_shardckpt.strategy.resume import (
     resume_training,
     start_loaders,
 )
-from lightning_shardckpt.system.host import gc_paused
+from lightning_shardckpt.system.host import drain_all, gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
-from lightning_shardckpt.system.threads import drain_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ from lightning_shardckpt.format.plan import ByteRuns, Overlap, check_cover, chec
 from lightning_shardckpt.format.safetensors_header import read_header
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum, checksum_blocks, slice_checksums
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
-from lightning_shardckpt.system.host import allocate_pages
-from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
+from lightning_shardckpt.system.host import allocate_pages, cores_per_rank, run_tasks
 
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest

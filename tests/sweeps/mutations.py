@@ -217,7 +217,7 @@ MUTATIONS = (
     Mutation("ranks that save to different paths are not told", RANKS, "checkpoint/save_job.py",
              'for what in ("path", "step"):', "for what in ():",
              ("ranks/distributed/test_ranks.py::test_ranks_that_disagree_all_learn_who_wants_what",)),
-    Mutation("the first error of a worker thread is lost", RANKS, "system/threads.py",
+    Mutation("the first error of a worker thread is lost", RANKS, "system/host.py",
              "            raise failures[0]\n", "            pass\n", ("unit/system/test_workers.py",)),
     # ── hostile directories ───────────────────────────────────────────────────────────────────────────────────────────
     Mutation("an index may name a file outside of its directory", SAFE, "format/value_checks.py",

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_shardckpt import load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.system.threads import WRITERS
+from lightning_shardckpt.system.host import WRITERS
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import ROOT
 

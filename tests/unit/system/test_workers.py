@@ -18,7 +18,7 @@ import pytest
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.tensor_bytes import HostMemory
-from lightning_shardckpt.system.threads import run_tasks, start_thread
+from lightning_shardckpt.system.host import run_tasks, start_thread
 from tests.support.pool import run_ranks
 
 _START = threading.Thread.start
