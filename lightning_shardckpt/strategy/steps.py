@@ -96,7 +96,8 @@ class StepCall:
         self.name, self.batch, self.train = name, batch, train
         self._step, self._module, self._context, self._modules = step, module, context, pipeline.common
         self._changes = ChangeRecorder(self._modules) if pipeline.has_last_stage else None
-        self._snapshot: ModuleSnapshot | None = None  # for the next early runs
+        # for early runs; taken now, since the check of microbatches runs the step in evaluation mode
+        self._snapshot: ModuleSnapshot | None = ModuleSnapshot(self._modules.values())
         self._logged: list[tuple[float, list[_LogCall]]] = []
 
     # --- for the pipeline ---

@@ -44,7 +44,7 @@ GUARDED = {
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),
-    "pp2": ("LooksForLinear", "GroupsParametersEarly", "AsksForParameters"),
+    "pp2": ("LooksForLinear", "GroupsParametersEarly", "AsksForParameters", "Rwkv"),
 }
 """Cases that have computed something else once, and run in any case."""
 
@@ -73,7 +73,7 @@ REFUSED_IN_PIPELINES = {
     "Finetunes": "equal needs the value of net.",
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
-    "DrawsByItself": "draws of DrawsByItself is a random generator",
+    "DrawsByItself": "draws of DrawsByItself is or holds a random generator",
     "LoadsByAssignment": "Error(s) in loading state_dict",
     "ClonesByClass": "Error(s) in loading state_dict",
     "FollowsByTorch": "__float__ needs the value of net.",

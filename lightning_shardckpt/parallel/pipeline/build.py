@@ -264,11 +264,11 @@ def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> N
                 "parametrization in each forward. A pipeline stage would undo that. Use target_modules, or "
                 "pipeline_parallel_size=1."
             )
-        generator = next((key for key, value in vars(module).items() if isinstance(value, GENERATORS)), None)
+        generator = next((key for key, value in vars(module).items() if _holds_generator(value)), None)
         if generator is not None:
             raise UnsupportedCodeError(
-                f"{generator} of {type(module).__name__} is a random generator. In a pipeline a step runs several "
-                "times, on parts of the batch: use the global generators, draw in the dataloader, or use "
+                f"{generator} of {type(module).__name__} is or holds a random generator. In a pipeline a step runs "
+                "several times, on parts of the batch: use the global generators, draw in the dataloader, or use "
                 "pipeline_parallel_size=1."
             )
         config: Any = getattr(module, "config", None)
@@ -277,3 +277,8 @@ def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> N
                 f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
             )
+
+
+def _holds_generator(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(item, GENERATORS) for item in items)
