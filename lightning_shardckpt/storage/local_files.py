@@ -304,11 +304,11 @@ class Temporary:
         finally:
             self._let_go()
 
-    def drop(self) -> None:
-        """Delete the content, as far as possible, unless it was published."""
-        if self.is_held:
-            delete(self.path)
+    def drop(self) -> OSError | None:
+        """Delete the content, unless it was published; return the error if it stays, as a leftover."""
+        error = delete(self.path) if self.is_held else None
         self._let_go()
+        return error
 
     def _let_go(self) -> None:
         self.is_held = False

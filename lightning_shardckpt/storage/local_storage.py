@@ -154,7 +154,9 @@ class LocalDraft:
                 new.drop()
                 raise
             if not can_replace:
-                new.drop()
+                if (error := new.drop()) is not None:  # no save that fills the target would delete it
+                    with errors_with_path(new.path):
+                        raise error
                 new = None
         if new is None and is_link:
             raise FileExistsError(
