@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
@@ -23,7 +22,6 @@ from lightning_shardckpt.compat.torch_tensors import (
     with_hooks,
     without_torch_function,
 )
-from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.sharding.replaced_functions import is_of_user
@@ -35,33 +33,18 @@ class AbsentParameters:
     Args:
         parameters: the name of each parameter of the whole module, in the same order on all ranks, with the parameter
             or None, and the placeholder or None.
-        group: the ranks of the pipeline, with gloo.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]], group: dist.ProcessGroup
-    ) -> None:
-        self._parameters, self._group = list(parameters), group
-
-    def share_gradients(self) -> None:
-        """Tell all stages which parameters have a gradient.
-
-        Collective: every rank of the pipeline must call it.
-        """
-        self.set_gradient_flags(gather_numbers(torch.tensor(self.gradient_flags(has_gradient)), self._group))
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]]) -> None:
+        self.parameters = list(parameters)
 
     def gradient_flags(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
         """Return for each parameter of the whole module 1 if this rank has it with a gradient, else 0."""
-        return [int(own is not None and has_gradient(own)) for _, own, _ in self._parameters]
-
-    @property
-    def flag_count(self) -> int:
-        """The number of numbers that `gradient_flags` returns, equal on all ranks."""
-        return len(self._parameters)
+        return [int(own is not None and has_gradient(own)) for _, own, _ in self.parameters]
 
     def set_gradient_flags(self, table: Tensor) -> None:
         """Set ``has_gradient`` of the placeholders, from the `gradient_flags` of all ranks of the pipeline."""
-        for (_, own, absent), flag in zip(self._parameters, table.amax(0).tolist(), strict=True):
+        for (_, own, absent), flag in zip(self.parameters, table.amax(0).tolist(), strict=True):
             if own is None and absent is not None:
                 absent.has_gradient = bool(flag)
 
@@ -71,7 +54,7 @@ class AbsentParameters:
         Raises:
             UnsupportedCodeError: for a parameter whose ``data`` was set to the data of a placeholder.
         """
-        for name, own, _ in self._parameters:
+        for name, own, _ in self.parameters:
             if own is None:
                 continue
             part = local_tensor(own)
@@ -88,7 +71,7 @@ class AbsentParameters:
         Raises:
             UnsupportedCodeError: for a hook of the user.
         """
-        owned = [(name, own) for name, own, _ in self._parameters if own is not None]
+        owned = [(name, own) for name, own, _ in self.parameters if own is not None]
         with without_torch_function():
             hooked = set(map(id, with_hooks([own for _, own in owned])))
         for name, own in owned:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, parameter_slots
-from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import (
@@ -166,7 +165,7 @@ class StagedModule:
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))
         parameters = [(name, owned.get(old), self.placeholders.get(id(old))) for old, name in names.items()]
-        return AbsentParameters(parameters, host_group(self.meshes.pipeline_group))
+        return AbsentParameters(parameters)
 
     def build_pipeline(
         self, root: nn.Module, gradients: GradientSync, absent: AbsentParameters, device: torch.device
@@ -225,31 +224,24 @@ def split_into_stages(root: nn.Module, meshes: Meshes, recipe: Pipeline, device:
     plan = plan_stages(root, schedule.stages, layers=recipe.layers, split=recipe.split, modules=recipe.modules)
     modules = named_modules(root)
     units = {name: modules[name] for name in plan.units()}
-    _refuse_unsupported(root, plan, recipe)
+    _refuse_unsupported(root, plan)
     placeholders: dict[int, Placeholder] = {}
     copies = {}
     for name, module in units.items():
-        outside = set(root.modules()).difference(module.modules())
-        copies[name] = copy_without_weights(module, name, device, placeholders, outside)
-    holders = _holders(root, plan, units)
+        others = set(root.modules()).difference(module.modules())
+        copies[name] = copy_without_weights(module, name, device, placeholders, others)
+    # Of modules, not of names: a module may be registered under several.
+    inside = {module for unit in units.values() for module in unit.modules()}
+    outside = [p for m in root.modules() if m not in inside for p in m.parameters(recurse=False)]
+    stages_of = dict.fromkeys(outside, frozenset(range(plan.stages)))
+    for name, stages in plan.units().items():
+        for parameter in units[name].parameters():
+            stages_of[parameter] = stages_of.get(parameter, frozenset()) | stages
+    holders = {name: stages_of[parameter] for name, parameter in root.named_parameters()}
     return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, holders)
 
 
-def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
-    """Return the stages of each parameter, by its first name: of all units that have it; all stages outside of units.
-
-    Compares modules and not names, since a module may be registered under several names.
-    """
-    inside = {module for unit in units.values() for module in unit.modules()}
-    outside = [p for m in root.modules() if m not in inside for p in m.parameters(recurse=False)]
-    holders = dict.fromkeys(outside, frozenset(range(plan.stages)))
-    for name, stages in plan.units().items():
-        for parameter in units[name].parameters():
-            holders[parameter] = holders.get(parameter, frozenset()) | stages
-    return {name: holders[parameter] for name, parameter in root.named_parameters()}
-
-
-def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> None:
+def _refuse_unsupported(root: nn.Module, plan: StagePlan) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
         compiled = type(module).__name__ == "OptimizedModule" or (clean and compiled_call(module) is not None)

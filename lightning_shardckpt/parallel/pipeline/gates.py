@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import FrameType
 from typing import Any, Literal
 from weakref import ref
@@ -137,7 +138,7 @@ class Stub:
 
     def __init__(self, copy: nn.Module, fqn: str) -> None:
         self._copy, self._fqn = copy, fqn
-        self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
+        self._cache: dict[Any, tuple[list[Callable[[list[Any]], Any]], TreeSpec]] = {}
 
     def __call__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: _Flat, *, like: nn.Module | None = None
@@ -157,12 +158,13 @@ class Stub:
             out_leaves, out_spec = tree_flatten(out)
             # An argument that is returned, such as a cache object, is that of each call, not of the first one.
             positions = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
-            recipe = [_recipe(leaf, positions) for leaf in out_leaves]
-            if key is None or None in recipe:
+            builders = [_builder(leaf, positions) for leaf in out_leaves]
+            known = [build for build in builders if build is not None]
+            if key is None or len(known) < len(builders):
                 return out
-            cached = self._cache[key] = recipe, out_spec
+            cached = self._cache[key] = known, out_spec
         recipe, out_spec = cached
-        return tree_unflatten([self._build(item, leaves) for item in recipe], out_spec)
+        return tree_unflatten([build(leaves) for build in recipe], out_spec)
 
     def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
         try:
@@ -182,14 +184,6 @@ class Stub:
                 "see the change: leave it as it is, and return a new one."
             )
         return out
-
-    def _build(self, item: Any, leaves: list[Any]) -> Any:
-        kind, value = item
-        if kind == "argument":
-            return leaves[value]
-        if kind == "placeholder":
-            return Placeholder.of(*value)
-        return value
 
 
 class Gate:
@@ -364,13 +358,13 @@ def _cache_key(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
-def _recipe(leaf: Any, positions: Mapping[int, int]) -> Any:
-    """Return instructions to build an output without a forward; None if the output depends on values."""
+def _builder(leaf: Any, positions: Mapping[int, int]) -> Callable[[list[Any]], Any] | None:
+    """Return a function of the arguments that builds an output without a forward; None if it depends on values."""
     if id(leaf) in positions:
-        return "argument", positions[id(leaf)]
-    if not isinstance(leaf, Tensor):
-        return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
-    return ("placeholder", (leaf.geometry, leaf.origin, leaf.device)) if isinstance(leaf, Placeholder) else None
+        return itemgetter(positions[id(leaf)])
+    if isinstance(leaf, Placeholder):
+        return lambda _: Placeholder.of(leaf.geometry, leaf.origin, leaf.device)
+    return (lambda _: leaf) if isinstance(leaf, _PLAIN) else None
 
 
 # ── code that would run differently, or hang ────────────────────────────────────────────────────────────────────────

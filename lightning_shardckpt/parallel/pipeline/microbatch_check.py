@@ -174,22 +174,15 @@ class _Precision(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype.itemsize < 8 and result.dtype.is_floating_point:
-            self.tolerance = max(self.tolerance, _tolerance(function, result))
+            if result.dtype.itemsize < 4:
+                tolerance = _HALF_PRECISION
+            else:
+                is_of_cudnn = getattr(function, "__name__", "").startswith(("conv", "lstm", "gru", "rnn"))
+                matmul_has_tf32 = torch.get_float32_matmul_precision() != "highest"
+                has_tf32 = torch.backends.cudnn.allow_tf32 if is_of_cudnn else matmul_has_tf32
+                tolerance = _REDUCED_PRECISION if has_tf32 and result.device.type != "cpu" else _FULL_PRECISION
+            self.tolerance = max(self.tolerance, tolerance)
         return result
-
-
-_CUDNN_FUNCTIONS = ("conv", "lstm", "gru", "rnn")
-
-
-def _tolerance(function: Any, result: Tensor) -> float:
-    """Return the tolerance of a function's result, which depends on TF32."""
-    if result.dtype.itemsize < 4:
-        return _HALF_PRECISION
-    if getattr(function, "__name__", "").startswith(_CUDNN_FUNCTIONS):
-        has_tf32 = torch.backends.cudnn.allow_tf32
-    else:
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
-    return _REDUCED_PRECISION if has_tf32 and result.device.type != "cpu" else _FULL_PRECISION
 
 
 @contextmanager

@@ -10,15 +10,15 @@ Every stage runs the unchanged step; gates in front of the modules let it comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.host_numbers import HostCopy, host_group, wait_for_copies
+from lightning_shardckpt.distributed.host_numbers import HostCopy, gather_numbers, host_group, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers, agree_on_report, refuse_after_interrupt
@@ -111,7 +111,7 @@ class PipelineRunner:
         count, seed, digest = self._agree_on_microbatches(step)
         whole_steps = self._loss_of == "microbatch" and step.train
         state = StepState(step, seed, scale, whole_steps, [None] * count, [])
-        early, failure = step.train and self.backward_early, None
+        early, failure = step.train and self.backward_early, cast("Exception | None", None)
 
         def work() -> tuple[Any, int]:
             before = self._changing.buffer_marks()
@@ -128,7 +128,10 @@ class PipelineRunner:
 
         source = self._schedule.rank_of(self._last)
         with preserve_rng():  # each run starts from a seed of its own
-            failure = _catch(self._split_and_probe, state)
+            try:
+                self._split_and_probe(state)
+            except Exception as error:  # the ranks agree on it below
+                failure = error
             if count > 1 and self._microbatch_check.is_due(step.name):
                 self._check_microbatches(state, failure)
             report, checksums = agree_on_report(f"running {step.name}", work, source, self._group)
@@ -154,9 +157,8 @@ class PipelineRunner:
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
-            failure = _catch(self.absent.check_hooks)
             with self._gathering():
-                self._stages.run(state, len(state.batches), "backward", first=finish, failure=failure)
+                self._stages.run(state, len(state.batches), "backward", first=finish)
             if not alone:
                 return []
             with self._gradients.no_sync():
@@ -166,7 +168,7 @@ class PipelineRunner:
 
         alone = self._gradients.has_stage_alone
         self._gradients.begin_passes()
-        count = self.absent.flag_count if alone else 0
+        count = len(self.absent.parameters) if alone else 0
         flags = agree_on_numbers(f"the backward of {state.step.name}", work, count, self._group)
         self._stages.flush()
         if alone:
@@ -191,7 +193,8 @@ class PipelineRunner:
         with self._gradients.no_sync():
             self._kept.reduce()
         self._gradients.finish_passes()
-        self.absent.share_gradients()
+        flags = gather_numbers(torch.tensor(self.absent.gradient_flags(has_gradient)), self._group)
+        self.absent.set_gradient_flags(flags)
 
     def reset(self) -> None:
         """Discard the state of a step that failed."""
@@ -306,12 +309,3 @@ class PipelineRunner:
         assert state.loss is not None and state.results is not None and state.scale is not None
         torch.autograd.backward([state.loss], [state.scale.to(state.loss.dtype)])
         state.gradients = state.results.gradients()
-
-
-def _catch(work: Callable[..., None], *args: Any) -> Exception | None:
-    """Call ``work``, and return its exception, which the ranks agree on later."""
-    try:
-        work(*args)
-    except Exception as error:
-        return error
-    return None

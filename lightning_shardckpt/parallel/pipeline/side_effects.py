@@ -139,7 +139,11 @@ class ChangeRecorder:
                 old, new = marks.get(key), _Mark.of(value)
                 if new == old or id(value) in extended:
                     continue
-                _check_known(module, key[0], value)
+                if (placeholder := first_placeholder(value)) is not None:
+                    raise UnsupportedCodeError(
+                        f"{key[0]} of {type(module).__name__} keeps {placeholder.origin}, which the last pipeline "
+                        "stage doesn't have. Set it after the layers, or from their results."
+                    )
                 is_same = old is not None and value is old.value and isinstance(value, _CONTAINERS)
                 start = old.content if old is not None and is_same and isinstance(value, list) else None
                 if start is not None and new.content[: len(start)] == start:
@@ -184,15 +188,6 @@ def _values(module: nn.Module) -> dict[_Key, Any]:
     """Return the plain attributes and the buffers of a module."""
     plain = {(name, False): v for name, v in vars(module).items() if name not in _INTERNAL and _is_plain(v)}
     return plain | {(name, True): buffer for name, buffer in buffer_slots(module).items()}
-
-
-def _check_known(module: nn.Module, name: str, value: Any) -> None:
-    placeholder = first_placeholder(value)
-    if placeholder is not None:
-        raise UnsupportedCodeError(
-            f"{name} of {type(module).__name__} keeps {placeholder.origin}, which the last pipeline stage "
-            "doesn't have. Set it after the layers, or from their results."
-        )
 
 
 def _fill(container: Any, content: Any) -> None:

@@ -42,20 +42,16 @@ class StagePlan:
 
     def holders(self, name: str) -> frozenset[int]:
         """Return the stages that have the parameter, the buffer or the module of this clean FQN."""
-        for unit, stages in self._units():
-            if name == unit or name.startswith(f"{unit}."):
-                return stages
-        return frozenset(range(self.stages))
-
-    def _units(self) -> list[tuple[str, frozenset[int]]]:
-        last = self.stages - 1
-        where = {"first": frozenset({0}), "last": frozenset({last}), "every": frozenset(range(self.stages))}
-        units = [(self.layers[i], frozenset({s})) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)]
-        return units + [(name, where[place]) for name, place in self.others.items()]
+        units = self.units().items()
+        holders = (stages for unit, stages in units if name == unit or name.startswith(f"{unit}."))
+        return next(holders, frozenset(range(self.stages)))
 
     def units(self) -> dict[str, frozenset[int]]:
         """Return the stages of every layer and every other module with parameters, by clean FQN."""
-        return dict(self._units())
+        last = self.stages - 1
+        where = {"first": frozenset({0}), "last": frozenset({last}), "every": frozenset(range(self.stages))}
+        units = {self.layers[i]: frozenset({s}) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)}
+        return units | {name: where[place] for name, place in self.others.items()}
 
 
 def plan_stages(
@@ -138,7 +134,13 @@ def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, W
     """
     modules, names = named_modules(root), module_names(root)
     trunk = {modules[name] for name in layers}
-    requested = _match_requests(root, wanted)
+    requested: dict[str, Where] = {}
+    for pattern, where in wanted.items():
+        if where not in get_args(Where):
+            raise TopologyError(f"Pipeline(modules=…): {pattern!r} must be one of {get_args(Where)}, found {where!r}")
+        matching = select_modules(root, [pattern], "Pipeline(modules=…)")
+        outermost = [n for n in matching if not any(n.startswith(f"{m}.") for m in matching)]
+        requested |= dict.fromkeys(outermost, where)
     places = dict[str, set[Where | None]]()
 
     def walk(prefix: str, parent: nn.Module) -> None:
@@ -171,17 +173,6 @@ def _default_place(name: str, sides: set[Where | None]) -> Where:
         f"{name} is registered between layers of the pipeline: set its place by "
         f"Pipeline(modules={{{name!r}: 'first' | 'last' | 'every'}}), or add it to Pipeline(layers=…)"
     )
-
-
-def _match_requests(root: nn.Module, wanted: Mapping[str, Where]) -> dict[str, Where]:
-    requested: dict[str, Where] = {}
-    for pattern, where in wanted.items():
-        if where not in get_args(Where):
-            raise TopologyError(f"Pipeline(modules=…): {pattern!r} must be one of {get_args(Where)}, found {where!r}")
-        names = select_modules(root, [pattern], "Pipeline(modules=…)")
-        outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
-        requested |= dict.fromkeys(outermost, where)
-    return requested
 
 
 def _has_state(module: nn.Module) -> bool:
