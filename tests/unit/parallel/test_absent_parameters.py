@@ -97,7 +97,7 @@ def reduce_with(hook: Callable[[torch.Tensor], Any] | None) -> torch.Tensor:
     kept = GradientSync(net, meshes, torch.device("cpu"))
     if hook is not None:
         net.weight.register_hook(hook)
-    absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD)  # type: ignore[arg-type]
+    absent = AbsentParameters([("weight", net.weight, None)])
     absent.check_hooks()
     net(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
     del kept
@@ -135,7 +135,7 @@ def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Modu
 
 def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
     places = [(n, None, p) if isinstance(p, Placeholder) else (n, p, None) for n, p in stage.named_parameters()]
-    absent = AbsentParameters(places, dist.group.WORLD)  # type: ignore[arg-type]  # not used
+    absent = AbsentParameters(places)
     absent.check_data()
     vector = nn.utils.parameters_to_vector(stage.parameters())
     nn.utils.vector_to_parameters(vector, stage.parameters())
