@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,8 @@ class PipelineRunner:
         count, seed, digest = self._agree_on_microbatches(step)
         whole_steps = self._loss_of == "microbatch" and step.train
         state = StepState(step, seed, scale, whole_steps, [None] * count, [])
-        early, failure = step.train and self.backward_early, cast("Exception | None", None)
+        early = step.train and self.backward_early
+        failure: Exception | None = None
 
         def work() -> tuple[Any, int]:
             before = self._changing.buffer_marks()
