@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -134,25 +135,20 @@ class JoinedTensor:
     """A tensor of the whole batch, joined from tensors of microbatches, without autograd history.
 
     Attributes:
-        parts: the tensors of the microbatches, with history.
         whole: the joined tensor.
-        dim: the dim along which they were joined; None for a single microbatch.
+        requires_grad: True if a part requires a gradient.
+        dim: the dim along which the parts were joined.
+        sizes: theirs along it; empty for a single microbatch.
     """
 
-    parts: tuple[Tensor, ...]
     whole: Tensor
-    dim: int | None
+    requires_grad: bool
+    dim: int
+    sizes: list[int]
 
-    @property
-    def requires_grad(self) -> bool:
-        """True if a part requires a gradient."""
-        return any(part.requires_grad for part in self.parts)
-
-    def split(self, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Return each microbatch's part of the gradient of ``whole``; None for all if there is no gradient."""
-        if grad is None or self.dim is None:
-            return [grad] * len(self.parts)
-        return torch.split(grad, [part.shape[self.dim] for part in self.parts], self.dim)
+    def split(self, grad: Tensor | None, count: int) -> Sequence[Tensor | None]:
+        """Return the part of each of ``count`` microbatches in the gradient of ``whole``; None if there is none."""
+        return [grad] * count if grad is None or not self.sizes else torch.split(grad, self.sizes, self.dim)
 
 
 def join(parts: Sequence[Tensor], shape: Sequence[int], name: str) -> JoinedTensor:
@@ -161,26 +157,20 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], name: str) -> JoinedTens
     Raises:
         UnsupportedCodeError: if their sizes add up to that shape along no dim; names the tensor by ``name``.
     """
+    requires_grad = any(part.requires_grad for part in parts)
     if len(parts) == 1:
-        return JoinedTensor(tuple(parts), parts[0].detach(), None)
-    dim = _find_joined_dim([tuple(part.shape) for part in parts], tuple(shape))
-    if dim is None:
-        raise UnsupportedCodeError(
-            f"{name} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
-            f"{tuple(shape)}. Each tensor of a batch is split along its first dim, so a list of samples has to be "
-            "stacked (by the collate_fn of the loader). The samples must keep a dim of their own through the layers, "
-            'and other dims must not depend on values; use Pipeline(loss="microbatch") or Pipeline(microbatches=1).'
-        )
-    return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
-
-
-def _find_joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """Return the dim along which the shapes of the parts add up to the whole; None without one."""
-    for dim in range(len(whole)):
-        alike = all(len(p) == len(whole) and p[:dim] == whole[:dim] and p[dim + 1 :] == whole[dim + 1 :] for p in parts)
-        if alike and sum(p[dim] for p in parts) == whole[dim]:
-            return dim
-    return None
+        return JoinedTensor(parts[0].detach(), requires_grad, 0, [])
+    whole, shapes = tuple(shape), [tuple(part.shape) for part in parts]
+    for dim, size in enumerate(whole):
+        sizes = [part[dim] for part in shapes if len(part) == len(whole)]
+        if shapes == [(*whole[:dim], own, *whole[dim + 1 :]) for own in sizes] and sum(sizes) == size:
+            return JoinedTensor(torch.cat([part.detach() for part in parts], dim), requires_grad, dim, sizes)
+    raise UnsupportedCodeError(
+        f"{name} cannot be joined from microbatches: shapes {shapes} do not make {whole}. Each tensor of a batch is "
+        "split along its first dim, so a list of samples has to be stacked (by the collate_fn of the loader). The "
+        "samples must keep a dim of their own through the layers, and other dims must not depend on values; use "
+        'Pipeline(loss="microbatch") or Pipeline(microbatches=1).'
+    )
 
 
 class Results:
@@ -193,10 +183,9 @@ class Results:
     """
 
     def __init__(self, outputs: Sequence[Sequence[Tensor]], positions: Sequence[tuple[int, ...]], layer: str) -> None:
-        self._all, self._positions, self._layer = outputs, positions, layer
-        self._chosen: list[list[int]] = []
-        self._outputs: list[list[Tensor]] = []
-        self._joined: list[tuple[JoinedTensor, GraphEntry | None] | None] = []
+        self._outputs, self._positions, self._layer = outputs, positions, layer
+        self._chosen = list[list[int]]()  # for each microbatch, which of its outputs are joined
+        self._joined = dict[int, tuple[JoinedTensor, GraphEntry | None]]()  # by place in these lists
 
     def fill_in(self, unknown: Mapping[int, Placeholder], out: Any) -> Any:
         """Set the values of the last layer's unknown arguments, and return its outputs.
@@ -208,62 +197,47 @@ class Results:
         Raises:
             UnsupportedCodeError: if the number of outputs depends on values.
         """
-        for outputs, positions in zip(self._all, self._positions, strict=True):
+        for outputs, positions in zip(self._outputs, self._positions, strict=True):
             missing = next((position for position in unknown if position not in positions), None)
             if missing is not None:
                 raise leak_error(f"argument {missing} of layer {self._layer}", unknown[missing])
             self._chosen.append([*map(positions.index, unknown), *range(len(positions), len(outputs))])
-        self._outputs = [[some[k] for k in chosen] for some, chosen in zip(self._all, self._chosen, strict=True)]
-        placeholders = [*unknown.values()]
+        arguments = [*unknown.values()]
         leaves, spec = tree_flatten(out)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        count = len(placeholders) + len(places)
-        counts = [len(outputs) for outputs in self._outputs]
+        counts, count = [*map(len, self._chosen)], len(arguments) + len(places)
         if set(counts) != {count}:
             raise UnsupportedCodeError(
                 f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, expected {count} as "
                 "on the whole batch: the number of its results must not depend on values"
             )
-        stubs = [leaves[n] for n in places]
-        shapes = [tuple(like.shape) for like in stubs]
-        for number, one in enumerate(placeholders):
-            self._joined.append(self._enter_input(number, one))
-        for place, returned, shape in zip(places, stubs, shapes, strict=True):
-            number = len(self._joined)
-            like: Any = returned
-            if any(returned is one for one in placeholders):
-                leaves[place] = like = self._returned_input(number, returned, shape)
-                if like is returned:  # set above with the argument, or unknown like it
-                    self._joined.append(None)
-                    continue
-            if isinstance(like, Placeholder):
-                joined = join([o[number] for o in self._outputs], shape, f"a result of the last layer {self._layer}")
-                self._joined.append((joined, like.become(joined.whole, requires_grad=joined.requires_grad)))
-            else:  # an argument that the layer returns
-                self._joined.append(None)
+        rows = [[row[k] for k in chosen] for row, chosen in zip(self._outputs, self._chosen, strict=True)]
+
+        def enter(place: int, placeholder: Placeholder) -> None:
+            name = f"an argument or result of the last layer {self._layer}"
+            joined = join([row[place] for row in rows], placeholder.shape, name)
+            self._joined[place] = joined, placeholder.become(joined.whole, requires_grad=joined.requires_grad)
+
+        for place, argument in enumerate(arguments):
+            with suppress(UnsupportedCodeError):  # not one per sample: it stays unknown, an error only if it is used
+                enter(place, argument)
+        for place, leaf in enumerate(places, len(arguments)):
+            result = leaves[leaf]
+            if any(result is argument for argument in arguments):
+                if all(any(row[place] is other for other in row[:place]) for row in rows):
+                    continue  # the layer returns its argument
+                meta = torch.empty(result.shape, dtype=result.dtype, device="meta")  # the copy without weights did
+                leaves[leaf] = result = Placeholder.of(meta, f"a result of {self._layer}", result.device)
+            if isinstance(result, Placeholder):
+                enter(place, result)
         return tree_unflatten(leaves, spec)
-
-    def _enter_input(self, number: int, like: Placeholder) -> tuple[JoinedTensor, GraphEntry | None] | None:
-        try:
-            joined = join([outputs[number] for outputs in self._outputs], like.shape, "")
-        except UnsupportedCodeError:
-            return None  # not one per sample; it stays unknown, an error only if the step uses it
-        return joined, like.become(joined.whole, requires_grad=joined.requires_grad)
-
-    def _returned_input(self, number: int, like: Any, shape: tuple[int, ...]) -> Any:
-        """Return the placeholder of an output that the copy without weights returned as an input; the input, if the
-        layer did so on all microbatches."""
-        if all(any(o[number] is o[k] for k in range(number)) for o in self._outputs):
-            return like
-        meta = torch.empty(shape, dtype=like.dtype, device="meta")
-        return Placeholder.of(meta, f"a result of {self._layer}", like.device)
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each microbatch's tensors, after the backward of the rest of the step."""
-        gradients: list[list[Tensor | None]] = [[None] * len(outputs) for outputs in self._all]
-        for place, joined in enumerate(self._joined):
-            if joined is not None and joined[1] is not None:
-                parts = joined[0].split(joined[1].grad)
+        gradients: list[list[Tensor | None]] = [[None] * len(outputs) for outputs in self._outputs]
+        for place, (joined, entry) in self._joined.items():
+            if entry is not None:
+                parts = joined.split(entry.grad, len(gradients))
                 for row, chosen, part in zip(gradients, self._chosen, parts, strict=True):
                     row[chosen[place]] = part
         return gradients

@@ -114,9 +114,9 @@ def test_parts_are_joined_along_the_dim_that_makes_the_known_shape(dim: int, siz
         weights = torch.rand(whole.shape)
         joined = join(parts, whole.shape, "x")
         assert torch.equal(joined.whole, whole) and joined.requires_grad and not joined.whole.requires_grad
-        expected, found = torch.autograd.grad(whole, parts, weights), joined.split(weights)
+        expected, found = torch.autograd.grad(whole, parts, weights), joined.split(weights, len(parts))
         assert all(a is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert list(joined.split(None)) == [None] * len(parts)
+        assert list(joined.split(None, len(parts))) == [None] * len(parts)
 
 
 @pytest.mark.parametrize("whole", [(8, 5), (8, 3, 1), (7, 3), (4, 3)])
