@@ -18,20 +18,20 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_runs import intercept_fit, set_default_root_dir
-from lightning_shardckpt.storage.router import StorageRouter, absolute_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, absolute_path
+from lightning_shardckpt.storage.run_folder import LOGGED
 from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.tools.follow import Run
 from lightning_shardckpt.tools.prove_resume import VARIABLE
 
-_LOOK_S, _LOOK_AT_STORE_S, _LAST_LOOK_S = 10.0, 30.0, 1.0  # between two looks, in training and at its end
+_LOOK_S, _LAST_LOOK_S = 30.0, 1.0  # between two looks, in training and at its end
 
 
 class FollowedMetrics(Callback):
     """Logs the metrics of ``shardckpt follow`` to all loggers of the Trainer, at the steps of their checkpoints.
 
     The metrics are the numbers of the JSON object that the command printed last, under their names. Rank 0 looks for
-    them every ten seconds, at URLs every thirty, and logs each evaluation once, also after a resume; failed ones are
-    warnings.
+    them every thirty seconds, and logs each evaluation once, also after a resume; failed ones are warnings.
 
     When a fit is complete, this callback tells the follower that the training has ended, and rank 0 waits for
     evaluations that are missing. A warning lists those that are still missing then.
@@ -43,7 +43,7 @@ class FollowedMetrics(Callback):
 
     def __init__(self, run_dir: str | os.PathLike[str] | None = None, *, wait_s: float = 300.0) -> None:
         self._run_dir, self._wait_s, self._next_look = run_dir, wait_s, 0.0
-        self._runs = dict[Run, list[dict[str, Any]]]()  # with their evaluations; on rank 0, in a fit
+        self._runs = list[Run]()  # on rank 0, in a fit
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -55,7 +55,7 @@ class FollowedMetrics(Callback):
         savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         given = [saver.dirpath for saver in savers] if self._run_dir is None else [self._run_dir]
         folders = dict.fromkeys(absolute_path(folder) for folder in given if folder is not None)
-        self._runs = {Run(folder, storage): [] for folder in folders}
+        self._runs = [Run(folder, storage) for folder in folders]
         for run in self._runs:
             run.folder.set_ended(False)
 
@@ -63,8 +63,7 @@ class FollowedMetrics(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._runs and time.monotonic() >= self._next_look:
             self._log(trainer)
-            has_store = any(is_url(run.folder.path) for run in self._runs)
-            self._next_look = time.monotonic() + (_LOOK_AT_STORE_S if has_store else _LOOK_S)
+            self._next_look = time.monotonic() + _LOOK_S
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,16 +71,18 @@ class FollowedMetrics(Callback):
 
         The strategy has waited for asynchronous saves.
         """
-        deadline, waits = time.monotonic() + self._wait_s, bool(self._runs)
+        deadline, missing = time.monotonic() + self._wait_s, list[str]()
         for run in self._runs:
             run.folder.set_ended(True)
-        while waits:
-            waits = time.monotonic() < deadline
-            followed = [run for run in self._runs if run.folder.is_followed()]  # before the look: its last work is seen
+        while self._runs:
+            followed = [run.folder.is_followed() for run in self._runs]  # before the look: its last work is seen
             self._log(trainer)
-            waits = waits and any(run.pending(self._runs[run]) for run in followed)
-            time.sleep(_LAST_LOOK_S if waits else 0)
-        if missing := [saved["path"] for run, evaluations in self._runs.items() for saved in run.pending(evaluations)]:
+            pending = [run.pending(run.folder.evaluations()) for run in self._runs]
+            missing = [saved["path"] for saveds in pending for saved in saveds]
+            if time.monotonic() >= deadline or not any(map(all, zip(followed, pending, strict=True))):
+                break
+            time.sleep(_LAST_LOOK_S)
+        if missing:
             rank_zero_warn(
                 f"metrics of {count_text(len(missing), 'checkpoint')} are not logged, since they are not evaluated: "
                 f"{list_some(missing)}. `shardckpt follow` evaluates them after the training, too"
@@ -91,12 +92,11 @@ class FollowedMetrics(Callback):
         """Log the evaluations that no training has logged. After an error of the storage, look again later."""
         for run in self._runs:
             try:
-                self._runs[run] = run.folder.evaluations()
-                logged = run.folder.logged()
-                new = {f"{one['save_id']} {one['start']}": one for one in self._runs[run] if "status" in one}
-                new = {key: one for key, one in new.items() if key not in logged}
+                done = {f"{one['save_id']} {one['start']}": one for one in run.folder.evaluations() if "status" in one}
+                logged = run.folder.lines(LOGGED)
+                new = {key: one for key, one in done.items() if key not in logged}
                 if new:
-                    run.folder.add_logged(new)
+                    run.folder.add_lines(LOGGED, new)
             except OSError as error:
                 rank_zero_warn(f"looking again for evaluations: {error}")
                 continue

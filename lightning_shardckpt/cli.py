@@ -148,8 +148,7 @@ def _parser() -> ArgumentParser:
     following("command", type=str, nargs="+", help=placeholder)
     following("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
     following("--once", action="store_true", help="don't wait for more checkpoints")
-    interval = "between two looks for checkpoints; by default 5, for URLs 30"
-    following("--interval", type=float | None, metavar="SECONDS", help=interval)
+    following("--interval", type=float, default=10.0, metavar="SECONDS", help="between two looks for checkpoints")
 
     about = "converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors"
     export = add("consolidate", about, json=False)

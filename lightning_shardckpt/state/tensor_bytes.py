@@ -7,6 +7,7 @@ memory. An asynchronous save copies all tensors into memory that later saves reu
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -22,6 +23,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name,
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ALIGN = 64  # a cache line; also a multiple of every item size
 _WINDOW_BYTES = 64 << 20  # copied from a GPU at a time
+_AT_ONCE = 1 << 18  # elements: as doubles they still fit into a cache
 
 
 def is_elsewhere(value: object) -> bool:
@@ -80,6 +82,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # the view refers to `memory`, which must keep the tensor
     return memoryview(memory).cast("B")
+
+
+def largest_difference(a: memoryview, b: memoryview, dtype: str) -> tuple[float, float]:
+    """Return the largest difference of the elements of two tensors, and the largest finite element of the first.
+
+    The difference is infinite where an element is infinite or NaN in one alone.
+    """
+    distance = size = 0.0
+    kind = torch.complex128 if dtype.startswith("C") else torch.float64
+    parts = (torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).split(_AT_ONCE) for data in (a, b) if data.nbytes)
+    for pair in zip(*parts, strict=True):
+        first, second = (part.to(kind) for part in pair)
+        apart = (second - first).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        apart[(first == second) | (first.isnan() & second.isnan())] = 0.0
+        distance = max(distance, float(apart.max()))
+        size = max(size, float(first.abs().where(first.isfinite(), 0.0).max()))
+    return distance, size
 
 
 def new_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,43 +29,10 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local_files import open_output, write_at
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
-from lightning_shardckpt.system.host import host_id, start_time
 
-HOLD_S, RENEW_S = 300.0, 60.0  # clocks of hosts may differ by the difference
-EVALUATIONS = "evaluations.jsonl"
-_FOLDER, _FOLLOWER, _ENDED, _LOGGED = ".follow", ".follow/follower", ".follow/ended", ".follow/logged"
-_REMOVE = "remove-"
-
-
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """A process that follows a run, and the name of the ``checkpoint`` that it evaluates.
-
-    ``host`` and ``started`` are of ``system.host``. A follower that is alive renews ``until``, in seconds since the
-    epoch.
-    """
-
-    host: str
-    host_name: str
-    pid: int
-    started: str
-    until: float
-    checkpoint: str | None
-
-    @classmethod
-    def this_process(cls, checkpoint: str | None) -> Follower:
-        """Return this process as a follower, from now on."""
-        pid, until = os.getpid(), time.time() + HOLD_S
-        return cls(host_id(), os.uname().nodename, pid, start_time(pid), until, checkpoint)
-
-    def is_same_process(self, other: Follower) -> bool:
-        """Return True if both are one process."""
-        return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
-
-    def is_alive(self) -> bool:
-        """Return False if the process is known to have ended, or has not renewed its entry in time."""
-        has_ended = self.host == host_id() and start_time(self.pid) != self.started
-        return not has_ended and time.time() < self.until
+HOLD_S = 120.0  # of which each renewal is in the first tenth; clocks of hosts may differ by the rest
+EVALUATIONS, LOGGED = "evaluations.jsonl", ".follow/logged"
+_FOLDER, _FOLLOWER, _ENDED, _REMOVE = ".follow", ".follow/follower", ".follow/ended", "remove-"
 
 
 class RunFolder:
@@ -103,45 +69,41 @@ class RunFolder:
                     found[path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
         return found
 
-    # --- evaluations ---
+    # --- lines ---
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return what ``add_evaluations`` has added."""
-        found = list[dict[str, Any]]()
-        for line in (self._read(EVALUATIONS) or b"").splitlines():
-            with suppress(ValueError):  # a line that somebody has edited
-                value = json.loads(line)
-                found += [value] if isinstance(value, dict) and "save_id" in value else []
+    def lines(self, name: str) -> list[Any]:
+        """Return the lines of ``EVALUATIONS`` or ``LOGGED``, without those that somebody has edited."""
+        found = list[Any]()
+        for line in (self._read(name) or b"").splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
         return found
 
-    def add_evaluations(self, *evaluations: Mapping[str, Any]) -> None:
-        """Add lines to ``evaluations.jsonl``, which is written anew by the follower, and durable on return."""
-        self._add_lines(EVALUATIONS, map(json.dumps, evaluations))
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the lines of ``EVALUATIONS``."""
+        return [one for one in self.lines(EVALUATIONS) if isinstance(one, dict) and "save_id" in one]
 
-    def logged(self) -> set[str]:
-        """Return what ``add_logged`` has added."""
-        return set((self._read(_LOGGED) or b"").decode(errors="replace").splitlines())
-
-    def add_logged(self, evaluations: Iterable[str]) -> None:
-        """Note evaluations that the training has logged."""
-        self._add_lines(_LOGGED, evaluations)
+    def add_lines(self, name: str, lines: Iterable[Any]) -> None:
+        """Add lines to a file of which this process is the only writer; they are durable on return."""
+        self._write(name, (self._read(name) or b"").decode() + "".join(f"{json.dumps(line)}\n" for line in lines))
 
     # --- the follower and the end of the run ---
 
-    def follower(self) -> Follower | None:
-        """Return the process that follows the run, dead or alive."""
-        with suppress(ValueError, TypeError):  # it is empty, or of another version
-            return Follower(**json.loads(self._read(_FOLLOWER) or b""))
-        return None
+    def follower(self) -> dict[str, Any]:
+        """Return the ``process`` that follows the run, the ``checkpoint`` it evaluates, and ``until`` when; or none."""
+        with suppress(ValueError):  # it is empty
+            return dict(json.loads(self._read(_FOLLOWER) or b"{}"))
+        return {}
 
-    def set_follower(self, follower: Follower | None) -> None:
-        """Write the process that follows the run, or that none does."""
-        self._write(_FOLLOWER, None if follower is None else json.dumps(asdict(follower)))
+    def set_follower(self, process: str | None, checkpoint: str | None = None, hold_s: float = HOLD_S) -> None:
+        """Write the process that follows the run from now on, and the name of the checkpoint that it evaluates."""
+        follower = {"process": process, "checkpoint": checkpoint, "until": time.time() + hold_s}
+        self._write(_FOLLOWER, None if process is None else json.dumps(follower))
 
     def is_followed(self, checkpoint: str | None = None) -> bool:
         """Return True if a process that is alive follows the run, or evaluates the checkpoint of a name."""
         follower = self.follower()
-        return follower is not None and follower.is_alive() and checkpoint in (None, follower.checkpoint)
+        return time.time() < follower.get("until", 0.0) and checkpoint in (None, follower["checkpoint"])
 
     def has_ended(self) -> bool:
         """Return True if the training says that it has ended."""
@@ -149,7 +111,7 @@ class RunFolder:
 
     def set_ended(self, has_ended: bool) -> None:
         """Write that the training has ended, or that it goes on."""
-        self._write(_ENDED, json.dumps({"time": time.time()}) if has_ended else None)
+        self._write(_ENDED, "true" if has_ended else None)
 
     # --- deletions ---
 
@@ -223,9 +185,6 @@ class RunFolder:
         else:
             with open_output(path, is_file=True, replaceable=lambda path: True) as (create, _), create("") as file:
                 write_at(file, memoryview(content), 0)
-
-    def _add_lines(self, name: str, lines: Iterable[str]) -> None:
-        self._write(name, (self._read(name) or b"").decode() + "".join(f"{line}\n" for line in lines))
 
 
 def _request_of(name: str) -> str:

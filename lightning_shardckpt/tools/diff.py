@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``. No torch.
+"""Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``.
 
 They may have different topologies. Every tensor is read from both a window at a time, verified and compared.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from math import inf, isfinite
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
-import numpy
-from numpy.typing import NDArray
-
-from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.sources.source import read_windows, sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
@@ -100,38 +97,38 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]
 
 def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list[dict[str, Any]]:
     """Return an entry for every tensor of either checkpoint, by one of its names, after comparing the values."""
-    entries, alike = list[dict[str, Any]](), list[tuple[str, str, str]]()  # component and key in each
+    from lightning_shardckpt.state.tensor_bytes import largest_difference  # imports torch
+
+    sources = [sharded_source(one) for one in (first, second)]
+    entries, both = list[dict[str, Any]](), list[dict[str, Any]]()
+    places = list[tuple[str, str]](), list[tuple[str, str]]()  # of both, in each checkpoint
     for component in {**first.root.components, **second.root.components}:
-        a, b = (one.root.components.get(component, Component({})) for one in (first, second))
-        of_a, of_b, seen = a.names, b.names, set[tuple[str | None, str | None]]()
-        for name in {**of_a, **of_b}:
-            keys = key_a, key_b = of_a.get(name), of_b.get(name)
+        stored, seen = [source.component(component) for source in sources], set[tuple[str | None, ...]]()
+        for name in {**stored[0].names, **stored[1].names}:
+            keys = tuple(one.names.get(name) for one in stored)
             if keys in seen or not is_selected([name], pattern):
                 continue
             seen.add(keys)
-            specs = _describe(a.tensors.get(key_a or "")), _describe(b.tensors.get(key_b or ""))
-            kind = "removed" if key_b is None else "changed"
-            if key_a is None:
-                kind = "added"
-            elif key_b is not None and specs[0] == specs[1]:
-                kind = "same"
-                alike.append((component, key_a, key_b))
-            about = {"component": component, "name": name, "kind": kind, "a": specs[0], "b": specs[1]}
+            a, b = (_describe(one.tensors.get(key or "")) for one, key in zip(stored, keys, strict=True))
+            kind = "added" if a is None else "removed" if b is None else "same" if a == b else "changed"
+            about = {"component": component, "name": name, "kind": kind, "a": a, "b": b}
             entries.append({**about, "largest": None, "relative": None})
-    same = [entry for entry in entries if entry["kind"] == "same"]
+            if kind == "same":
+                both.append(entries[-1])
+                for place, key in zip(places, keys, strict=True):
+                    place.append((component, str(key)))
+    sizes = [(0.0, 0.0)] * len(both)  # the largest difference and the largest element of each tensor
     streams = [
-        read_windows(sharded_source(one), [(component, keys[side], None) for component, *keys in alike])
-        for side, one in enumerate((first, second))
+        read_windows(source, ((*one, None) for one in place)) for source, place in zip(sources, places, strict=True)
     ]
-    sizes = [(0.0, 0.0)] * len(same)  # the largest difference and the largest element of each tensor
-    with progress(sum(bytes_in(entry["a"]["shape"], entry["a"]["dtype"]) for entry in same)) as advance:
+    with progress(sum(bytes_in(entry["a"]["shape"], entry["a"]["dtype"]) for entry in both)) as advance:
         for (number, data), (_, other) in zip(*streams, strict=True):
             if data != other:
-                same[number]["kind"] = "different"
-            for distance, size in _distances(data, other, same[number]["a"]["dtype"]):
-                sizes[number] = max(sizes[number][0], distance), max(sizes[number][1], size)
+                both[number]["kind"] = "different"
+            found = largest_difference(data, other, both[number]["a"]["dtype"])
+            sizes[number] = max(sizes[number][0], found[0]), max(sizes[number][1], found[1])
             advance(len(data))
-    for entry, (largest, magnitude) in zip(same, sizes, strict=True):
+    for entry, (largest, magnitude) in zip(both, sizes, strict=True):
         if entry["kind"] == "different" and isfinite(largest):  # JSON has no infinity
             entry |= {"largest": largest, "relative": largest / magnitude if magnitude else None}
     return entries
@@ -139,45 +136,6 @@ def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list
 
 def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
     return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-
-_NUMPY = {
-    "F64": "f8",
-    "F32": "f4",
-    "F16": "f2",
-    "C64": "c8",
-    "C128": "c16",
-    "BOOL": "u1",
-    **{f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)},
-}
-_AT_ONCE = 1 << 18  # elements: as doubles they still fit into a cache
-
-
-def _distances(first: memoryview, second: memoryview, dtype: str) -> Iterator[tuple[float, float]]:
-    """Yield, for parts of a window, the largest difference of elements, and the largest finite element of the first.
-
-    The difference is infinite where an element is infinite or NaN on one side, and for 8-bit floats, which numpy lacks.
-    """
-    if dtype.startswith("F8_"):
-        yield inf if first != second else 0.0, 0.0
-        return
-    step, kind = _AT_ONCE * DTYPE_BYTES[dtype], numpy.complex128 if dtype.startswith("C") else numpy.float64
-    with numpy.errstate(all="ignore"):  # for NaNs, and differences that overflow
-        for begin in range(0, len(first), step):
-            a, b = (_numbers(data[begin : begin + step], dtype).astype(kind) for data in (first, second))
-            sizes = numpy.abs(a)
-            apart = numpy.where(a == b, 0.0, numpy.abs(b - a))
-            apart[numpy.isnan(apart)] = inf
-            apart[numpy.isnan(a) & numpy.isnan(b)] = 0.0
-            yield float(apart.max(initial=0.0)), float(sizes.max(initial=0.0, where=numpy.isfinite(sizes)))
-
-
-def _numbers(data: memoryview, dtype: str) -> NDArray[Any]:
-    """Return the elements of a tensor as an array of equal values; bfloat16 becomes float32."""
-    if dtype == "BF16":
-        bits: NDArray[numpy.uint32] = numpy.frombuffer(data, numpy.uint16).astype(numpy.uint32) << numpy.uint32(16)
-        return bits.view(numpy.float32)
-    return numpy.frombuffer(data, f"<{_NUMPY[dtype]}")
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

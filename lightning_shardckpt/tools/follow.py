@@ -17,24 +17,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache, partial
 from io import TextIOWrapper
 from typing import Any, BinaryIO, TypeAlias
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
-from lightning_shardckpt.storage.router import StorageRouter, is_url
-from lightning_shardckpt.storage.run_folder import HOLD_S, RENEW_S, Follower, RunFolder
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.run_folder import EVALUATIONS, RunFolder
 from lightning_shardckpt.transfer.reader import Checkpoint
 
-LOOK_S, LOOK_AT_STORE_S = 5.0, 30.0  # a store lists all objects of all checkpoints
 GRACE_S = 10.0  # for an interrupted command to end
 _SETTLE_S = 1.0  # a deletion that did not see this follower is over by then
-_OUTPUT_S = 5.0  # for the rest of a command's output, and between two looks at it
+_OUTPUT_S = 10.0  # for the rest of a command's output, and between two signs of life
 # Starts a command that gets SIGTERM when this process ends, however it ends (1 is PR_SET_PDEATHSIG).
 _START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
-
 
 Saved: TypeAlias = dict[str, Any]
 """A complete checkpoint as ``evaluations.jsonl`` names it: its ``path``, ``step`` and ``save_id``."""
@@ -49,26 +48,22 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
-        self.folder, self._storage = RunFolder(path, storage), storage
-        self._known = dict[str, tuple[str, Saved | None]]()
+        self.folder, self._storage, self._saved = RunFolder(path, storage), storage, cache(self._read)
 
     def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[Saved]:
         """Return the checkpoints without an evaluation, by step; each save once.
 
         A ``last*`` is left out if its step was also saved under another name.
         """
-        tags = self.folder.list_complete()
-        for path, tag in tags.items():
-            if self._known.get(path, ("", None))[0] != tag:
-                self._known[path] = tag, self._read(path)
-        found = [saved for path in tags if (saved := self._known[path][1]) is not None]
+        found = [saved for item in self.folder.list_complete().items() if (saved := self._saved(*item)) is not None]
         found.sort(key=lambda one: (one["step"] or 0, one["path"]))
         others = {one["step"] for one in (*found, *evaluations) if not _is_copy(one)}
         pending = {one["save_id"]: one for one in reversed(found) if not (_is_copy(one) and one["step"] in others)}
         done = {one["save_id"] for one in evaluations}
         return [one for one in found if pending.get(one["save_id"]) is one and one["save_id"] not in done]
 
-    def _read(self, path: str) -> Saved | None:
+    def _read(self, path: str, tag: str) -> Saved | None:
+        """Return the checkpoint at a path; ``tag`` changes with it."""
         try:
             with Checkpoint(self._storage, path) as checkpoint:
                 return {"path": path, "step": checkpoint.root.step, "save_id": checkpoint.root.save_id}
@@ -79,13 +74,9 @@ class Run:
             return None
 
 
-def _name(saved: Mapping[str, Any]) -> str:
-    return os.path.basename(str(saved["path"]))
-
-
 def _is_copy(saved: Mapping[str, Any]) -> bool:
     """Return True for a ``last*``: ModelCheckpoint(save_last=True) saves a second checkpoint of the same step."""
-    return re.match(r"last\b", _name(saved)) is not None
+    return re.match(r"last\b", os.path.basename(saved["path"])) is not None
 
 
 def follow(
@@ -94,7 +85,7 @@ def follow(
     *,
     newest: bool = False,
     once: bool = False,
-    interval_s: float | None = None,
+    interval_s: float = 10.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
     """Run a command for each complete checkpoint of a run, in the order of steps, until the training has ended.
@@ -110,7 +101,7 @@ def follow(
         command: ``{}`` in its arguments becomes the path of the checkpoint. A script ``*.py`` runs in this Python.
         newest: evaluate only the newest of several checkpoints that wait; record the others as skipped.
         once: evaluate the checkpoints that are there, and don't wait for more.
-        interval_s: seconds between two looks for checkpoints: 5 by default, 30 for URLs.
+        interval_s: seconds between two looks for checkpoints.
         storage_options: for URLs, by fsspec's names.
 
     Returns:
@@ -118,9 +109,9 @@ def follow(
 
     Raises:
         ValueError: if no argument has ``{}``, or nothing can be written to ``run_dir``.
-        FileNotFoundError: if there is no such program.
+        FileNotFoundError: if there is no such program, or with ``once`` no folder.
         OSError: if an evaluation can't be recorded.
-        RankError: if another process has begun to follow the run, since this one was stopped for minutes.
+        RankError: if another process has begun to follow the run.
     """
     if not any("{}" in argument for argument in command):
         raise ValueError(f"the command {shlex.join(command)!r} needs {{}} in the place of the checkpoint's path")
@@ -128,154 +119,105 @@ def follow(
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]!r} to run")
     run = Run(run_dir, StorageRouter(storage_options=storage_options))
-    look_s = interval_s or (LOOK_AT_STORE_S if is_url(run.folder.path) else LOOK_S)
-    following = _Following(run, command)
+    folder, process, failures = run.folder, f"process {os.getpid()} of {os.uname().nodename!r}, begun {_now()}", 0
+
+    def hold(checkpoint: str | None = None) -> None:
+        """Say that this process is alive, and evaluates a checkpoint."""
+        if (other := folder.follower().get("process", process)) != process:
+            raise RankError(f"{other} has begun to follow {folder.path!r}")
+        folder.set_follower(process, checkpoint)
+
     with suppress(KeyboardInterrupt):
-        following.wait_for_turn(None if once else look_s)
-        with following.held(skipped_count=newest):
-            while (pending := following.look(once)) is not None:
-                if pending:
-                    following.evaluate(pending, newest)
-                else:
-                    time.sleep(look_s)
-    return following.failures
-
-
-class _Following:
-    """The state of ``follow``: this process holds the run while it evaluates one checkpoint after the other."""
-
-    def __init__(self, run: Run, command: Sequence[str]) -> None:
-        self._folder, self._run, self._command = run.folder, run, command
-        self._evaluations = list[dict[str, Any]]()
-        self._self = Follower.this_process(None)
-        self._first: str | None = None  # the checkpoint whose evaluation was interrupted
-        self._renewed, self._has_looked = 0.0, False
-        self.failures = 0
-
-    def wait_for_turn(self, look_s: float | None) -> None:
-        """Wait until the folder exists and no other process follows it; without ``look_s``, raise an error."""
-        reason = None
-        while True:
-            other = self._folder.follower()
-            if not self._folder.exists():
-                now = f"no run to follow: the folder {self._folder.path!r} does not exist yet"
-            elif other is not None and other.is_alive():
-                now = (
-                    f"process {other.pid} of {other.host_name!r} follows {self._folder.path!r} already. If it was "
-                    f"killed on another machine, this is known after {HOLD_S / 60:.0f} minutes"
-                )
-            else:
-                return
-            if look_s is None:
-                raise CheckpointNotFoundError(now)
-            if reason != now:
-                _say(now)
-            reason = now
-            time.sleep(look_s)
-
-    @contextmanager
-    def held(self, *, skipped_count: bool) -> Iterator[None]:
-        """Be the follower of the run; skipped checkpoints may count as evaluated."""
-        before = self._folder.follower()
+        if not folder.exists():
+            missing = f"no run to follow: the folder {folder.path!r} does not exist yet"
+            if once:
+                raise CheckpointNotFoundError(missing)
+            _say(missing)
+        while not folder.exists():
+            time.sleep(interval_s)
         try:
-            self._first = None if before is None else before.checkpoint
-            self._hold(self._first)  # a deletion that was requested meanwhile still waits
+            folder.set_follower(process)  # an earlier one ends when it sees that
             time.sleep(_SETTLE_S)
-            self._evaluations = [one for one in self._folder.evaluations() if skipped_count or "status" in one]
-            yield
-        finally:
-            with suppress(OSError):
-                if self._self.is_same_process(self._folder.follower() or self._self):
-                    self._release()
-                    self._folder.set_follower(None)
-
-    def _hold(self, checkpoint: str | None) -> None:
-        self._self, self._renewed = Follower.this_process(checkpoint), time.monotonic()
-        self._folder.set_follower(self._self)
-
-    def _release(self) -> None:
-        self._hold(None)
-        for note in self._folder.remove_requested():
-            _say(note)
-
-    def _renew(self) -> None:
-        """Tell the training that this process is alive, once a minute."""
-        if time.monotonic() - self._renewed < RENEW_S:
-            return
-        other = self._folder.follower()
-        if other is not None and not self._self.is_same_process(other):
-            raise RankError(f"process {other.pid} of {other.host_name!r} has begun to follow {self._folder.path!r}")
-        self._hold(self._self.checkpoint)
-
-    def look(self, once: bool) -> list[Saved] | None:
-        """Return the checkpoints that wait; None if there will be no more. After an error of a store, look again."""
-        try:
-            self._renew()
-            is_over = once or self._folder.has_ended()  # before the look, so that nothing is saved after it
-            pending = self._run.pending(self._evaluations)
-        except OSError as error:
-            if not self._has_looked:
-                raise
-            _say(f"looking again: {error}")
-            return []
-        self._has_looked = True
-        return None if is_over and not pending else pending
-
-    def evaluate(self, pending: list[Saved], newest: bool) -> None:
-        """Evaluate the first checkpoint of several, or skip all but the newest."""
-        if newest and len(pending) > 1:
-            self._record(*({**one, "skipped": True} for one in pending[:-1]))
-            pending = pending[-1:]
-        saved, self._first = next((one for one in pending if _name(one) == self._first), pending[0]), None
-        self._hold(_name(saved))
-        if self._folder.is_requested(saved["path"]):
-            time.sleep(_SETTLE_S)
-        if saved in self._run.pending(self._evaluations):  # not deleted or replaced meanwhile
-            command = [argument.replace("{}", saved["path"]) for argument in self._command]
-            _say(f"step {saved['step']}: {shlex.join(command)}")
-            start, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-            status, metrics = self._execute(command)
-            seconds = round(time.monotonic() - began, 3)
-            self._record({**saved, "start": start, "seconds": seconds, "status": status, "metrics": metrics})
-            self.failures += status != 0
-            result = "done" if status == 0 else f"failed with status {status}"
-            _say(f"step {saved['step']}: {result} in {seconds:.0f} s")
-        self._release()
-
-    def _record(self, *evaluations: dict[str, Any]) -> None:
-        self._folder.add_evaluations(*evaluations)
-        self._evaluations += evaluations
-
-    def _execute(self, command: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
-        """Run a command, and print its output; return its exit status and the last JSON object that it printed."""
-        metrics = list[dict[str, Any]]()
-        process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _START, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # so that it gets one signal, and ends with all that it has started
-        )
-        output = threading.Thread(target=_copy_output, args=(process.stdout, metrics), daemon=True)
-        output.start()
-        try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_OUTPUT_S)
+            evaluations = [one for one in folder.evaluations() if newest or "status" in one]
+            while True:
+                is_over, pending = False, list[Saved]()
                 try:
-                    self._renew()
-                except OSError as error:  # the next attempt is in time, too
-                    _say(f"not renewed: {error}")
-        except BaseException:
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
-                os.killpg(process.pid, signal.SIGINT)
-                process.wait(GRACE_S)
-            raise
+                    hold()
+                    notes = folder.remove_requested()
+                    is_over = once or folder.has_ended()  # before the look, so that nothing is saved after it
+                    pending = run.pending(evaluations)
+                except OSError as error:
+                    if once:
+                        raise
+                    notes = [f"looking again: {error}"]
+                _say(*notes)
+                if not pending:
+                    if is_over:
+                        return failures
+                    time.sleep(interval_s)
+                    continue
+                saved, results = (
+                    pending[-1 if newest else 0],
+                    [{**one, "skipped": True} for one in pending[:-1] if newest],
+                )
+                hold(name := os.path.basename(saved["path"]))
+                if not folder.is_requested(saved["path"]) and saved in run.pending(evaluations):
+                    results.append(_evaluate(command, saved, partial(hold, name)))
+                    failures += results[-1]["status"] != 0
+                    hold(name)
+                if results:
+                    folder.add_lines(EVALUATIONS, results)
+                    evaluations += results
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            output.join(_OUTPUT_S)  # what left the session may keep the output open
-        return process.returncode, metrics[-1] if metrics else None
+            with suppress(OSError, RankError):
+                hold()
+                folder.set_follower(None)
+                _say(*folder.remove_requested())
+    return failures
+
+
+def _evaluate(command: Sequence[str], saved: Saved, renew: Callable[[], None]) -> dict[str, Any]:
+    """Run the command for a checkpoint; return what is recorded."""
+    command = [argument.replace("{}", saved["path"]) for argument in command]
+    _say(f"step {saved['step']}: {shlex.join(command)}")
+    start, began = _now(), time.monotonic()
+    status, metrics = _execute(command, renew)
+    seconds = round(time.monotonic() - began, 3)
+    result = "done" if status == 0 else f"failed with status {status}"
+    _say(f"step {saved['step']}: {result} in {seconds:.0f} s")
+    return {**saved, "start": start, "seconds": seconds, "status": status, "metrics": metrics}
+
+
+def _execute(command: Sequence[str], renew: Callable[[], None]) -> tuple[int, dict[str, Any] | None]:
+    """Run a command, and print its output; return its exit status and the last JSON object that it printed."""
+    metrics = list[dict[str, Any]]()
+    process = subprocess.Popen(
+        [sys.executable, "-IS", "-c", _START, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # so that it gets one signal, and ends with all that it has started
+    )
+    output = threading.Thread(target=_copy_output, args=(process.stdout, metrics), daemon=True)
+    output.start()
+    try:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_OUTPUT_S)
+            try:
+                renew()
+            except OSError as error:  # the next attempt is in time, too
+                _say(f"not renewed: {error}")
+    except BaseException:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(GRACE_S)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.join(_OUTPUT_S)  # what left the session may keep the output open
+    return process.returncode, metrics[-1] if metrics else None
 
 
 def _copy_output(output: BinaryIO, metrics: list[dict[str, Any]]) -> None:
@@ -290,6 +232,10 @@ def _copy_output(output: BinaryIO, metrics: list[dict[str, Any]]) -> None:
                     metrics[:] = [json.loads(line)]
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _say(*texts: str) -> None:
+    for text in texts:
+        sys.stderr.write(f"{text}\n")

@@ -204,13 +204,13 @@ def test_an_evaluation_whose_follower_is_killed_is_repeated_and_a_killed_command
     gates, run_dir = Gates(tmp_path / "gates", 2), saved(tmp_path / "run", 2, 3)
     with following(run_dir, gates) as follower:
         command = gates.begun(2)
-        ShardCkptIO().remove_checkpoint(f"{run_dir}/step=2.ckpt")
-        assert names(run_dir) == ["step=2.ckpt", "step=3.ckpt"]
         follower.kill()
         wait_until_gone(command)
     saved(tmp_path / "run", 1)
     with following(run_dir, gates, "--once", fatal=2) as follower:
         gates.begun(2)
+        ShardCkptIO().remove_checkpoint(f"{run_dir}/step=2.ckpt")
+        assert names(run_dir) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
         gates.go(2)
         assert follower.wait(100) == 1
         assert follower.stdout is not None and b"the end" in follower.stdout.read()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 from lightning_shardckpt import ShardCkptIO, save
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.storage.run_folder import HOLD_S, Follower, RunFolder
+from lightning_shardckpt.storage.run_folder import EVALUATIONS, RunFolder
 from lightning_shardckpt.tools.verify import verify
 
 
@@ -42,34 +40,29 @@ def remove(run_dir: str, name: str) -> None:
     ShardCkptIO().remove_checkpoint(f"{run_dir}/{name}")
 
 
-def elsewhere(checkpoint: str | None, until_s: float = HOLD_S) -> Follower:
-    """A follower on another machine, of which nothing is known but its entry."""
-    return replace(Follower.this_process(checkpoint), host="another", until=time.time() + until_s)
-
-
 def test_what_is_evaluated_is_deleted_by_the_next_deletion_after_it(run_dir: str) -> None:
     folder = folder_of(run_dir)
-    folder.set_follower(elsewhere("1"))
+    folder.set_follower("another", "1")
     remove(run_dir, "1")
     remove(run_dir, "2")
     assert names(run_dir) == ["1", "3"] and not verify(f"{run_dir}/1").findings
-    folder.set_follower(elsewhere("1", until_s=-1))  # it has not renewed its entry
+    folder.set_follower("another", "1", hold_s=-1)  # it has not renewed its entry
     remove(run_dir, "3")
     assert names(run_dir) == []
 
 
 def test_the_follower_deletes_what_was_evaluated_after_the_training(run_dir: str) -> None:
     folder = folder_of(run_dir)
-    folder.set_follower(elsewhere("1"))
+    folder.set_follower("another", "1")
     remove(run_dir, "1")
-    folder.set_follower(elsewhere("2"))
+    folder.set_follower("another", "2")
     assert folder.is_requested(f"{run_dir}/1") and folder.remove_requested() == []
     assert names(run_dir) == ["2", "3"] and not folder.is_requested(f"{run_dir}/1")
 
 
 def test_a_checkpoint_that_was_saved_after_the_deletion_stays(run_dir: str) -> None:
     folder = folder_of(run_dir)
-    folder.set_follower(elsewhere("1"))
+    folder.set_follower("another", "1")
     remove(run_dir, "1")
     saved(run_dir, "1")
     folder.set_follower(None)
@@ -88,13 +81,13 @@ def test_a_request_that_was_written_by_hand_deletes_nothing_outside(tmp_path: Pa
 
 def test_evaluations_are_added_to_earlier_ones_and_lines_of_others_are_skipped(run_dir: str) -> None:
     folder, first, second = folder_of(run_dir), {"save_id": "1", "metrics": {"ä": 1.5}}, {"save_id": "2"}
-    folder.add_evaluations(first)
+    folder.add_lines(EVALUATIONS, [first])
     lines, path = json.dumps(first) + '\n{"save_id": "cut\n[]\n', f"{run_dir}/evaluations.jsonl"
     if "://" in run_dir:
         StorageRouter().objects(run_dir).upload(path, [lines.encode()])
     else:
         Path(path).write_text(lines)
-    folder_of(run_dir).add_evaluations(second, second)
+    folder_of(run_dir).add_lines(EVALUATIONS, [second, second])
     assert folder.evaluations() == [first, second, second]
 
 
@@ -103,9 +96,3 @@ def test_a_run_has_ended_until_it_goes_on(run_dir: str) -> None:
     for ended in (False, True, False):
         folder.set_ended(ended)
         assert folder.has_ended() is ended and not folder.is_followed()
-
-
-def test_a_follower_of_this_machine_is_alive_as_long_as_its_process() -> None:
-    this = Follower.this_process(None)
-    assert this.is_alive() and not replace(this, started="1").is_alive()
-    assert elsewhere(None).is_alive() and not elsewhere(None, until_s=-1).is_alive()
