@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``.
+"""Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``. torch is needed only if some differ.
 
 They may have different topologies. Every tensor is read from both a window at a time, verified and compared.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_checkpoint
-from lightning_shardckpt.sources.source import read_windows, sharded_source
+from lightning_shardckpt.sources.source import Source, read_windows, sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
 from lightning_shardckpt.tools.inspect import LISTED, is_selected
@@ -23,6 +23,8 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 
 _ABSENT = "–"
 _SHOWN = 32
+_Pair: TypeAlias = tuple[dict[str, Any], tuple[str | None, ...]]
+"""The entry of a tensor that both checkpoints have, and its key in each."""
 
 
 def diff(
@@ -97,11 +99,8 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]
 
 def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list[dict[str, Any]]:
     """Return an entry for every tensor of either checkpoint, by one of its names, after comparing the values."""
-    from lightning_shardckpt.state.tensor_bytes import largest_difference  # imports torch
-
     sources = [sharded_source(one) for one in (first, second)]
-    entries, both = list[dict[str, Any]](), list[dict[str, Any]]()
-    places = list[tuple[str, str]](), list[tuple[str, str]]()  # of both, in each checkpoint
+    entries, both = list[dict[str, Any]](), list[_Pair]()
     for component in {**first.root.components, **second.root.components}:
         stored, seen = [source.component(component) for source in sources], set[tuple[str | None, ...]]()
         for name in {**stored[0].names, **stored[1].names}:
@@ -114,24 +113,33 @@ def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list
             about = {"component": component, "name": name, "kind": kind, "a": a, "b": b}
             entries.append({**about, "largest": None, "relative": None})
             if kind == "same":
-                both.append(entries[-1])
-                for place, key in zip(places, keys, strict=True):
-                    place.append((component, str(key)))
-    sizes = [(0.0, 0.0)] * len(both)  # the largest difference and the largest element of each tensor
-    streams = [
-        read_windows(source, ((*one, None) for one in place)) for source, place in zip(sources, places, strict=True)
-    ]
-    with progress(sum(bytes_in(entry["a"]["shape"], entry["a"]["dtype"]) for entry in both)) as advance:
-        for (number, data), (_, other) in zip(*streams, strict=True):
-            if data != other:
-                both[number]["kind"] = "different"
-            found = largest_difference(data, other, both[number]["a"]["dtype"])
-            sizes[number] = max(sizes[number][0], found[0]), max(sizes[number][1], found[1])
-            advance(len(data))
-    for entry, (largest, magnitude) in zip(both, sizes, strict=True):
-        if entry["kind"] == "different" and isfinite(largest):  # JSON has no infinity
+                both.append((entries[-1], keys))
+    for number, data, other in _windows(sources, both):
+        if data != other:
+            both[number][0]["kind"] = "different"
+    different = [pair for pair in both if pair[0]["kind"] == "different"]
+    sizes = [(0.0, 0.0)] * len(different)  # the largest difference and the largest element of each tensor
+    for number, data, other in _windows(sources, different):
+        from lightning_shardckpt.state.tensor_bytes import largest_difference  # imports torch
+
+        found = largest_difference(data, other, different[number][0]["a"]["dtype"])
+        sizes[number] = max(sizes[number][0], found[0]), max(sizes[number][1], found[1])
+    for (entry, _), (largest, magnitude) in zip(different, sizes, strict=True):
+        if isfinite(largest):  # JSON has no infinity
             entry |= {"largest": largest, "relative": largest / magnitude if magnitude else None}
     return entries
+
+
+def _windows(sources: Sequence[Source], pairs: Sequence[_Pair]) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Yield the bytes of pairs of tensors by their number, window by window."""
+    streams = [
+        read_windows(source, [(entry["component"], str(keys[side]), None) for entry, keys in pairs])
+        for side, source in enumerate(sources)
+    ]
+    with progress(sum(bytes_in(entry["a"]["shape"], entry["a"]["dtype"]) for entry, _ in pairs)) as advance:
+        for (number, data), (_, other) in zip(*streams, strict=True):
+            yield number, data, other
+            advance(len(data))
 
 
 def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
@@ -142,7 +150,7 @@ def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
 
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
-    """Render the result of ``diff`` as text for people, the tensors that differ most first."""
+    """Return the result of ``diff`` as text for people, the tensors that differ most first."""
     limit, blocks = None if everything else LISTED, [f"A  {report['a']}\nB  {report['b']}"]
     for title, kind in (("about", "about"), ("value", "values")):
         rows = [(name, _cut(a), _cut(b)) for name, (a, b) in report[kind].items()]
