@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
@@ -25,7 +25,6 @@ from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
-from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
@@ -85,12 +84,9 @@ def save(
         MismatchError: naming the entries that differ between ranks that hold the same.
         Exception: the first failure of any rank, on every rank, naming it.
     """
-    group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
     storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
-    describe = _prepare(group, path, state, overwrite, prefix, storage)
-    checkpoint.save(path, describe, group, run=run_info(state, {}), options=options, storage=storage)
-    _warn(group, group.background.notes())
+    _save(path, state, overwrite, prefix, options, storage, process_group)
 
 
 def save_async(
@@ -107,9 +103,8 @@ def save_async(
 ) -> Future[None]:
     """Save like ``save``, but return when the state is copied to host memory; a thread writes and commits it.
 
-    Collective: every rank of ``process_group`` must call it, with the same path. Saves the values at the time of the
-    call. Waits until the save before is written. The process does not exit before all saves are written, and loads wait
-    for them. The arguments are those of ``save``.
+    Collective as ``save``, whose arguments it takes. Saves the values at the time of the call. Waits until the save
+    before is written. The process does not exit before all saves are written, and loads wait for them.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. If it is not awaited, the next
@@ -118,14 +113,9 @@ def save_async(
     Raises:
         Exception: the failure of an earlier save, on every rank; otherwise as ``save`` does.
     """
-    group, path = _group_of(process_group), file_path(path)
     storage, options = _storage_of(sync_files, storage_options), SaveOptions(size_per_shard, replicas)
-    group.background.settle(group.ranks, before=path)  # it may be saving to this path
-    describe = _prepare(group, path, state, overwrite, prefix, storage)
-    how: dict[str, Any] = {"options": options, "storage": storage, "in_background": True}
-    written = checkpoint.save(path, describe, group, run=run_info(state, {}), **how)
+    written = _save(path, state, overwrite, prefix, options, storage, process_group, in_background=True)
     assert written is not None
-    _warn(group, group.background.notes())
     return written
 
 
@@ -133,13 +123,20 @@ def _storage_of(sync_files: bool, storage_options: Mapping[str, Any] | None) -> 
     return StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
 
 
-def _prepare(
-    group: SaveGroup, path: str, state: dict[str, Any], overwrite: bool, prefix: str, storage: StorageRouter
-) -> Callable[[], Snapshot]:
-    """Return the function that describes the state of this rank, with objects in the order of rank 0.
-
-    Collective: every rank of the group must call it. Raises as ``save`` does.
-    """
+def _save(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    overwrite: bool,
+    prefix: str,
+    options: SaveOptions,
+    storage: StorageRouter,
+    process_group: dist.ProcessGroup | None,
+    *,
+    in_background: bool = False,
+) -> Future[None] | None:
+    group, path = _group_of(process_group), file_path(path)
+    if in_background:
+        group.background.settle(group.ranks, before=path)  # it may be saving to this path
 
     def look() -> list[str]:
         check_writable(path)
@@ -148,7 +145,11 @@ def _prepare(
         return NestedObjects.of(state).keys
 
     order: list[str] = group.ranks.step(f"preparing to save {path!r}", look, itemgetter(0))
-    return partial(describe_state, state, order, group, prefix)
+    describe = partial(describe_state, state, order, group, prefix)  # with objects in the order of rank 0
+    how: dict[str, Any] = {"options": options, "storage": storage, "in_background": in_background}
+    written = checkpoint.save(path, describe, group, run=run_info(state, {}), **how)
+    _warn(group, group.background.notes(), level=4)
+    return written
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:
@@ -184,8 +185,8 @@ def load(
     All differences are collected before any object changes; bytes are verified while they fill the objects.
 
     Every entry of ``state`` must be in the checkpoint and match; adapters of PEFT keep their values, with a warning, if
-    only weights are loaded and the checkpoint has no adapters. Other modules, optimizers and tensors of the
-    checkpoint are not read, so ``{"model": model}`` loads only the weights; other plain state is returned.
+    only weights are loaded and the checkpoint has no adapters. The rest of the checkpoint is not read, so ``{"model":
+    model}`` loads only the weights; plain state is returned.
 
     Args:
         path: a checkpoint of ``save``, ``ShardedStrategy`` or Fabric, or a file of ``torch.save`` with Lightning's
@@ -197,9 +198,8 @@ def load(
         strict: raise one error for all differences instead of loading the rest.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular
-            expressions to new names (None leaves a tensor out), or a function. All names are mapped at once, also those
-            of optimizer state. An entry that matches nothing in the checkpoint is a difference. See "Rename
-            tensors" in the documentation.
+            expressions to new names (None leaves a tensor out), or a function. An entry that matches nothing in the
+            checkpoint is a difference. See "Rename tensors" in the documentation.
         verify: compare checksums.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
@@ -245,7 +245,6 @@ def _group_of(process_group: dist.ProcessGroup | None) -> SaveGroup:
     return _GROUPS[group]
 
 
-def _warn(group: SaveGroup, notes: Iterable[str]) -> None:
-    if group.ranks.rank == 0:
-        for note in notes:
-            warnings.warn(note, stacklevel=3)
+def _warn(group: SaveGroup, notes: Iterable[str], level: int = 3) -> None:
+    for note in notes if group.ranks.rank == 0 else ():
+        warnings.warn(note, stacklevel=level)

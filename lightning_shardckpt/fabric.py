@@ -100,7 +100,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._num_nodes = 1  # Fabric's connector overwrites it
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # whose backward has not run yet
-        self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
+        self._backward_sync_control = weakref.proxy(self)  # Fabric calls no_backward_sync of it
 
     # --- processes ---
 
@@ -158,7 +158,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        rebind_to(self._sharded, optimizer)
+        """Replace the parameters of the modules that were set up by the sharded ones."""
+        if not self._sharded:
+            raise UnsupportedCodeError(
+                f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
+                "fabric.setup_module(model) first"
+            )
+        replaced = {old: new for sharded in self._sharded for old, new in sharded.replaced.items()}
+        elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
+        rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
         if not self._recipe.fsdp.cpu_offload:
             optimizer_to_device(optimizer, self.root_device)
         return optimizer
@@ -190,6 +198,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         closure, group = kwargs.get("closure"), None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure or (lambda: None), group) as gradients:
             return super().optimizer_step(optimizer, **kwargs | ({} if closure is None else {"closure": gradients}))
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return a context in which gradients of replicated parameters are not reduced, if ``enabled``."""
+        sharded: ShardedModule = module.__dict__["sharded"]  # of a ShardedForward
+        return sharded.gradients.no_sync() if enabled else nullcontext()
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, module: nn.Module | None = None, *, scale: float = 1.0
@@ -294,13 +307,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         first: dict[str, Any] = self._ranks.step("describing what to save", look, itemgetter(0))
         objects = NestedObjects.of(state, first["order"])
-        whole = whole_names(self._sharded, objects)
+        whole, holder = self._names(objects)
         self._compare_ranks(parameters=False)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
 
         def collect() -> dict[str, Any]:
-            names = objects.parameter_names(modules_of(self._sharded, objects).root, whole)
-            return checkpoint_of(state, objects, names, filter)
+            return checkpoint_of(state, objects, objects.parameter_names(holder, whole), filter)
 
         self.checkpoint_io.save(collect, first["path"], run_info(state, self._sizes_by_axis), storage_options)
 
@@ -325,7 +337,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
             self._refuse_stored_metrics(objects.root)
-            return whole_names(self._sharded, objects), modules_of(self._sharded, objects).root
+            return self._names(objects)
 
         nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
         remainder, result = nested.run(
@@ -337,6 +349,25 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for note in result.notes:
             rank_zero_warn(note)
         return remainder if isinstance(state, dict) else {}
+
+    def _names(self, objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
+        """Return the names of a state's modules, and a module that holds the parameters of its optimizers.
+
+        A pipeline stage has a part of a module: the names are those of the whole. Without modules in the state, they
+        are those of the modules whose parameters its optimizers have; the names of several start with numbers.
+        """
+        ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
+        roots = [one.root for one in self._sharded if any(id(p) in ids for p in one.root.parameters())]
+        holders = NestedObjects({(number,): root for number, root in enumerate(roots)})
+        named = objects if objects.modules else holders
+        by_root = {id(sharded.root): sharded for sharded in self._sharded}
+        names, ties = set[str](), list[tuple[str, ...]]()
+        for path, prefix in named.prefixes.items():
+            sharded = by_root.get(id(named.modules[path]))
+            own = named.modules[path].state_dict() if sharded is None else sharded.state_names
+            names |= {prefix + name for name in own}
+            ties += [tuple(prefix + name for name in tie) for tie in (() if sharded is None else sharded.state_ties)]
+        return WholeNames(frozenset(names), tuple(ties)), holders.root
 
 
 # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,51 +421,3 @@ class ShardedForward(nn.Module):
 
         apply_to_collection(output, Tensor, watch)  # as Fabric does
         return output
-
-
-class BackwardSyncControl:
-    """Implements ``fabric.no_backward_sync``; the only method that Fabric calls."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context in which gradients of replicated parameters are not reduced, if ``enabled``."""
-        sharded: ShardedModule = module.__dict__["sharded"]  # of a ShardedForward
-        return sharded.gradients.no_sync() if enabled else nullcontext()
-
-
-# ── the modules that were set up, in this order ───────────────────────────────────────────────────────────────────────
-
-
-def modules_of(every: list[ShardedModule], objects: NestedObjects) -> NestedObjects:
-    """Return the modules with the parameters of a state's optimizers; the names of several start with numbers."""
-    ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
-    roots = [one.root for one in every if any(id(p) in ids for p in one.root.parameters())]
-    return NestedObjects({(number,): root for number, root in enumerate(roots)})
-
-
-def rebind_to(every: list[ShardedModule], optimizer: Optimizer) -> None:
-    """Replace the parameters in an optimizer by the parameters of the sharded modules.
-
-    Raises:
-        UnsupportedCodeError: if no module was set up yet, or a parameter belongs to none of them.
-    """
-    if not every:
-        raise UnsupportedCodeError(
-            f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
-            "fabric.setup_module(model) first"
-        )
-    replaced = {old: new for sharded in every for old, new in sharded.replaced.items()}
-    elsewhere = {old: new for sharded in every for old, new in sharded.elsewhere.items()}
-    rebind_optimizer(optimizer, replace(every[0], replaced=replaced, elsewhere=elsewhere))
-
-
-def whole_names(every: list[ShardedModule], objects: NestedObjects) -> WholeNames:
-    """Return the names of a state's modules; of a pipeline stage, which has a part, those of the whole module."""
-    objects = objects if objects.modules else modules_of(every, objects)
-    by_root = {id(sharded.root): sharded for sharded in every}
-    names, ties = set[str](), list[tuple[str, ...]]()
-    for path, prefix in objects.prefixes.items():
-        sharded = by_root.get(id(objects.modules[path]))
-        own = objects.modules[path].state_dict() if sharded is None else sharded.state_names
-        names |= {prefix + name for name in own}
-        ties += [tuple(prefix + name for name in tie) for tie in (() if sharded is None else sharded.state_ties)]
-    return WholeNames(frozenset(names), tuple(ties))

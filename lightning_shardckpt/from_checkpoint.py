@@ -97,17 +97,13 @@ def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: st
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_all = takes_all or checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in parameters  # as one mapping
-    lost = lost_values(checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY])
-    lost = {key: value for key, value in lost.items() if takes_all or _hyper_name(key) in parameters}
-    if lost:
-        listed = "\n  ".join(f"{key}  {value.type_name}, {value.text}" for key, value in lost.items())
-        given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_hyper_name, lost)))
+    values = lost_values(checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY]).items()
+    lost = [(key, key.partition("/")[0], value) for key, value in values]
+    if lost := [one for one in lost if takes_all or one[1] in parameters]:
+        listed = "\n  ".join(f"{key}  {value.type_name}, {value.text}" for key, _, value in lost)
+        given = ", ".join(dict.fromkeys(f"{name}=…" for _, name, _ in lost))
         raise StateError(
             f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are not plain values:\n"
             f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given}); or, if they were pickled and "
             "you trust their author, weights_only=False"
         )
-
-
-def _hyper_name(path: str) -> str:
-    return path.partition("/")[0]

@@ -24,8 +24,6 @@ from lightning_shardckpt.transfer.reader import fetch
 if TYPE_CHECKING:
     import torch
 
-_MAX_SUGGESTIONS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -139,12 +137,7 @@ def open(
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor(TensorInfo):
-    """A stored tensor, whose values are read by slicing. Made by ``open``.
-
-    Attributes:
-        name: in the mapping.
-        source, component, key: where it is stored.
-    """
+    """A stored tensor of a name in the mapping that ``open`` returns; its values are read by slicing."""
 
     name: str
     source: Source
@@ -169,7 +162,7 @@ class LazyTensor(TensorInfo):
         from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 
         box, rest = _sliced_box(index, self.shape)
-        if box.numel:
+        if box.numel:  # before memory is allocated
             self.source.checked_shape(self.component, self.key)
         part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
         parts, memory = (Part(box, (0,) * len(box.start)),), bytes_of(part)
@@ -239,5 +232,5 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:
-    similar = difflib.get_close_matches(name, list(existing), n=_MAX_SUGGESTIONS, cutoff=0.7)
+    similar = difflib.get_close_matches(name, list(existing), cutoff=0.7)
     return f"{name!r}" + (f" (but {', '.join(map(repr, similar))})" if similar else "")

@@ -1,9 +1,6 @@
 """Exports of checkpoints to files that other programs read: by ``consolidate``, and beside a checkpoint after a save.
 
-By default, the output is one file for ``torch.load``, as of Lightning's
-``lightning.pytorch.utilities.consolidate_checkpoint``: with Lightning's keys and whole tensors, and without types that
-carry code. Memory does not grow with the checkpoint, no GPU, process group or user code is needed, and nothing is
-unpickled.
+Memory does not grow with the checkpoint, no GPU, process group or user code is needed, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.export.whole_files import (
-    Export,
     Format,
     Options,
     Split,
@@ -30,7 +26,7 @@ from lightning_shardckpt.export.whole_files import (
 from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.source import Source, sharded_source
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG
 from lightning_shardckpt.storage.local_files import NewFile, open_output
 from lightning_shardckpt.storage.object_store import ObjectStore
@@ -68,9 +64,9 @@ def consolidate(
             for a safetensors file; for a checkpoint at a URL, in the current directory.
         format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
             optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
-            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only: the
-            adapter "default", and others in folders with their names, as PEFT's ``save_pretrained`` writes them. By
-            default "safetensors" if ``output_file`` ends in ``.safetensors``, else "torch".
+            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only, as PEFT's
+            ``save_pretrained`` writes it. By default "safetensors" if ``output_file`` ends in ``.safetensors``, else
+            "torch".
         split: of safetensors: "one_file" (the default), "one_file_per_tensor" or "chunks", several files with an index.
             A model for transformers is in chunks, which are one file if all tensors fit.
         size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
@@ -105,13 +101,22 @@ def consolidate(
     check_local(output)
     drain_all()
     stored, _ = open_source(source, StorageRouter(storage_options=storage_options), for_export=True)
-
-    def replaceable(path: str) -> bool:
-        return overwrite and (options.is_file or is_replaceable(path))
-
     with closing(stored):
         _check_output(output, options, overwrite)
-        export = _plan(stored, options)
+        if options.format == "peft":
+            export = plan_adapters(stored)
+        elif options.format == "torch":
+            from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
+
+            export = plan_torch(stored, options)
+        else:
+            export = plan_safetensors(stored, options)
+        if options.format != "peft" and (frozen := stored.document("frozen")):
+            export.notes.append(
+                f"{stored.path} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the "
+                "output. `load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
+            )
+        replaceable = is_replaceable if overwrite and not options.is_file else lambda path: overwrite
         opened = open_output(output, is_file=options.is_file, replaceable=replaceable)
         nbytes = sum(tensor.nbytes for file in export.files for tensor in file.tensors)
         with progress(nbytes) as advance, opened as (create, notes):
@@ -125,32 +130,17 @@ def _check_output(output: str, options: Options, overwrite: bool) -> None:
     """Check that ``output`` is free or may be replaced, and not inside a checkpoint."""
     if os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
-    if os.path.lexists(output) and not overwrite:
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
     is_directory = os.path.isdir(output) and not os.path.islink(output)
-    if os.path.lexists(output) and (options.is_file == is_directory or (is_directory and not is_replaceable(output))):
+    if options.is_file == is_directory or (is_directory and not is_replaceable(output)):
         expected = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
-
-
-def _plan(stored: Source, options: Options) -> Export:
-    if options.format == "peft":
-        return plan_adapters(stored)
-    if options.format == "torch":
-        from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
-
-        export = plan_torch(stored, options)
-    else:
-        export = plan_safetensors(stored, options)
-    if frozen := stored.document("frozen"):
-        export.notes.append(
-            f"{stored.path} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "
-            "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
-        )
-    return export
 
 
 # ── beside a checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,14 +150,9 @@ def _plan(stored: Source, options: Options) -> Export:
 
 
 def export_beside(path: str, storage: StorageRouter) -> list[str]:
-    """Write the model of a checkpoint into its folder ``huggingface``. Runs on one rank, also off the main thread.
+    """Write the model of a committed checkpoint into its folder ``huggingface``; return sentences for the user.
 
-    Args:
-        path: a committed checkpoint, or its URL.
-        storage: of ``path``.
-
-    Returns:
-        Sentences for the user.
+    Runs on one rank, also off the main thread.
 
     Raises:
         StateError: if the saved module has no model of transformers.

@@ -37,10 +37,8 @@ _TAKES: dict[str, set[str]] = {
     "huggingface": {"size_per_shard", "dtype", "key_mapping"},
     "peft": set(),
 }
-_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
 _ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
-_NAME_BYTES = 255
 _OPTIMIZER = "optimizer.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WRITER = {"writer": "lightning-shardckpt"}  # in every safetensors file that a later export may replace
@@ -148,8 +146,6 @@ class Export:
             )
         named = ((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered)
         header, begins = build_header(named, {"format": "pt", **metadata}, alignment=_ALIGNMENT)
-        if (nbytes := len(header) - LENGTH_BYTES) > _HEADER_BYTES:
-            raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
 
         def begin(file: int) -> Sequence[int]:
             write_at(file, memoryview(header), 0)
@@ -165,16 +161,13 @@ def write(
     *,
     window_bytes: int = WINDOW_BYTES,
 ) -> None:
-    """Write all files of an export, the config last.
+    """Write all files of an export, the config last; tensors are read, verified, converted and written by windows.
 
     Args:
         export: the plan.
         create: creates a file.
         advance: called with the number of bytes that were written.
-        window_bytes: memory for tensors, which are read, verified, converted and written window by window.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank.
+        window_bytes: memory for tensors.
     """
     for name, tensors, begin in export.files:
         with create(name) as file:
@@ -286,14 +279,11 @@ def _add_files(
     ``ties``, for the metadata, are the names under which tensors are written, by further names.
     """
     limit = int((options.size_per_shard or _SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
-    groups = _group_by_size(tensors, limit) or [[]]
+    groups, names = _group_by_size(tensors, limit), [f"{stem}.safetensors"]
     if options.files == "one_file_per_tensor":
         groups = [[tensor] for tensor in tensors]
         names = [_name_tensor_file(stem, tensor.name) for tensor in tensors]
-    elif len(groups) == 1:
-        names = [f"{stem}.safetensors"]
-    else:  # by the convention of Hugging Face
-        count = len(groups)
+    elif (count := len(groups)) > 1:  # by the convention of Hugging Face
         names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     for name, group in zip(names, groups, strict=True):
         written = {tensor.name for tensor in group}
@@ -308,16 +298,15 @@ def _add_files(
 
 
 def _group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
-    """Group tensors, in their order, into groups of at most ``limit`` bytes; a larger tensor gets its own group.
+    """Group tensors, in their order, into one or more groups of at most ``limit`` bytes; a larger one gets its own.
 
     >>> def sized(n): return OutputTensor(str(n), "U8", (n,), ("model", "x"))
     >>> [[t.name for t in group] for group in _group_by_size(map(sized, (3, 4, 20, 5)), 8)]
     [['3', '4'], ['20'], ['5']]
     """
-    groups: list[list[OutputTensor]] = []
-    size = 0
+    groups, size = [list[OutputTensor]()], 0
     for tensor in tensors:
-        if not groups or (size + tensor.nbytes > limit and size > 0):
+        if size + tensor.nbytes > limit and size > 0:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
@@ -332,17 +321,11 @@ def _name_tensor_file(stem: str, tensor: str) -> str:
     ('model.a.b%2Dc.safetensors', 'model.%41%2Fb.safetensors')
     """
     safe = "".join(c if c in _SAFE and not c.isupper() else "".join(f"%{b:02X}" for b in c.encode()) for c in tensor)
-    name = f"{stem}.{safe}.safetensors"
-    if len(name) > _NAME_BYTES:
-        raise FormatError(f"{tensor!r} is too long for the name of a file; use split 'chunks'")
-    return name
+    return f"{stem}.{safe}.safetensors"
 
 
 def plan_adapters(stored: Source) -> Export:
     """Plan the files that PEFT's ``save_pretrained`` writes, in folders for adapters other than "default".
-
-    Args:
-        stored: a checkpoint of this package, with or without the base model.
 
     Raises:
         FormatError: if the checkpoint has no adapters, only a part of one, or those of several models.

@@ -23,7 +23,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name,
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ALIGN = 64  # a cache line; also a multiple of every item size
 _WINDOW_BYTES = 64 << 20  # copied from a GPU at a time
-_AT_ONCE = 1 << 18  # elements: as doubles they still fit into a cache
+_AT_ONCE = 1 << 20  # bytes: as doubles they still fit into a cache
 
 
 def is_elsewhere(value: object) -> bool:
@@ -91,9 +91,9 @@ def largest_difference(a: memoryview, b: memoryview, dtype: str) -> tuple[float,
     """
     distance = size = 0.0
     kind = torch.complex128 if dtype.startswith("C") else torch.float64
-    parts = (torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).split(_AT_ONCE) for data in (a, b) if data.nbytes)
-    for pair in zip(*parts, strict=True):
-        first, second = (part.to(kind) for part in pair)
+    for at in range(0, a.nbytes, _AT_ONCE):
+        parts = (torch.frombuffer(data[at : at + _AT_ONCE], dtype=TORCH_DTYPES[dtype]) for data in (a, b))
+        first, second = (part.to(kind) for part in parts)
         apart = (second - first).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         apart[(first == second) | (first.isnan() & second.isnan())] = 0.0
         distance = max(distance, float(apart.max()))
