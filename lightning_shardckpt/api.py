@@ -49,8 +49,8 @@ def save(
     """Write a checkpoint of ``state``; it is complete when this returns, and durable with ``sync_files``.
 
     Collective: every rank of ``process_group`` must call it, with the same path. Each rank writes its own slices.
-    Plain tensors must be equal on all ranks, also in the state of objects other than modules and optimizers; buffers
-    and plain values are saved from rank 0. Waits for pending saves of ``save_async``.
+    Plain tensors must be equal on all ranks; buffers and plain values are saved from rank 0. Waits for pending saves of
+    ``save_async``.
 
     >>> import os, tempfile, torch
     >>> from lightning_shardckpt import load, save
@@ -153,12 +153,9 @@ def _save(
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every ``save_async`` is complete.
+    """Wait until every ``save_async`` is complete, and raise the failure of a save on every rank, once.
 
     Collective: every rank of ``process_group`` must call it.
-
-    Raises:
-        Exception: the failure of a save, on every rank; each failure is raised once.
     """
     group = _group_of(process_group)
     group.background.settle(group.ranks)
@@ -193,8 +190,7 @@ def load(
             keys.
         state: see ``save``. A single module takes the single stored one under any key; several are matched by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are matched by their keys, or in
-            order. State dicts are filled from state dicts. Without a state, the whole checkpoint is returned with whole
-            tensors on the CPU, and the call is not collective.
+            order. Without a state, the whole checkpoint is returned with whole tensors on the CPU, not collectively.
         strict: raise one error for all differences instead of loading the rest.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular
@@ -212,8 +208,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
-        MismatchError: with ``strict``, listing all differences, also keys of ``state`` that the checkpoint does not
-            have.
+        MismatchError: with ``strict``, listing all differences.
         CorruptionError: naming file, tensor and rank. Modules and optimizers that are filled in part then refuse to be
             used or saved until they are loaded in full.
     """

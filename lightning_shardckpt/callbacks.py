@@ -33,8 +33,8 @@ class FollowedMetrics(Callback):
     The metrics are the numbers of the JSON object that the command printed last, under their names. Rank 0 looks for
     them every thirty seconds, and logs each evaluation once, also after a resume; failed ones are warnings.
 
-    When a fit is complete, this callback tells the follower that the training has ended, and rank 0 waits for
-    evaluations that are missing. A warning lists those that are still missing then.
+    At the end of a complete fit, the follower is told, and rank 0 waits for evaluations that are missing. A warning
+    lists those that are still missing then.
 
     Args:
         run_dir: the folder of the checkpoints, or its URL; by default the ``dirpath`` of each ModelCheckpoint.
@@ -123,9 +123,6 @@ def proof_callbacks() -> list[Callback]:
 
 class ProofCallback(Callback):
     """Saves the first fit in the middle and at the end, and ends the process there, as a kill would.
-
-    No hook runs after the end, so that the script writes nothing that an interrupted run would not have written. The
-    training is not changed.
 
     Args:
         folder: of the proof.

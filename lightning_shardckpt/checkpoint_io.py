@@ -42,43 +42,38 @@ class ShardCkptIO(CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
     With ``ShardedStrategy`` every rank writes its own slices. With the strategies of Lightning and Fabric that call a
-    CheckpointIO on rank 0 alone, rank 0 writes everything and each rank loads whole tensors, from a checkpoint of any
-    topology. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy are not among them: they write shards in their
-    own format, and can't load the directory of a whole model that a CheckpointIO saves. With Fabric's own strategies,
-    use ``lightning_shardckpt.fabric.ShardCkptIO``.
+    CheckpointIO on rank 0 alone, rank 0 writes everything and each rank loads whole tensors. FSDPStrategy,
+    ModelParallelStrategy and DeepSpeedStrategy are not among them: they write shards in their own format. With Fabric's
+    own strategies, use ``lightning_shardckpt.fabric.ShardCkptIO``.
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        verify: compare all loaded bytes with their checksums. Each tensor is filled as it is verified; if the
-            checkpoint is corrupted, the run ends, and the module can't be used until it has loaded another one.
-        use_async: return from a save when its state is copied to host memory; a thread of every rank writes and commits
-            it while training goes on, and the next save waits for it. Its error is raised on all ranks by the next
-            save, by ``wait`` or at the end of the run. Loads wait for the pending save, removals run after it, and the
-            process exits when all is done. Each rank keeps host memory for a copy of its part until the run ends.
-        sync_files: make a save durable before it returns. False is faster; if the process dies at any moment, the old
-            or the new checkpoint is still complete, but a machine crash or power loss may destroy both.
-        replicas: ``"same"`` requires that ranks holding the same tensor hold equal values, and names the tensors that
-            differ (because of training without gradient reduction, or a bug) in an error instead of storing a mix;
-            ``"first"`` stores the first rank's.
-        adapters_only: save only the state that training changes: adapters of PEFT, other trained parameters, buffers,
-            optimizers and the rest of the trainer's state. Frozen parameters of the base model are left out, and a load
-            does not change them, so the module must have their values from another source. For ``ShardedStrategy``.
+        verify: compare all loaded bytes with their checksums while they fill tensors; if the checkpoint is corrupted,
+            the module can't be used until it has loaded another one.
+        use_async: return from a save when its state is copied to host memory, which each rank keeps for it until the
+            run ends; threads write and commit it while training goes on. Its error is raised on all ranks by the next
+            save, by ``wait`` or at the end of the run, which wait for it, as loads do.
+        sync_files: make a save durable before it returns. False is faster; then a machine crash or power loss may
+            destroy the old and the new checkpoint, but the death of a process destroys neither.
+        replicas: ``"same"`` requires that ranks holding the same tensor hold equal values, and names those that differ
+            in an error; ``"first"`` stores the first rank's.
+        adapters_only: save only the state that training changes. Frozen parameters are left out, and a load does not
+            change them, so the module must have their values from another source. For ``ShardedStrategy``.
         export: with "huggingface", rank 0 exports the model of each complete checkpoint into a folder ``huggingface``
-            in it, for ``from_pretrained``, while training goes on. ``wait``, the next save and the end of the run wait
-            for it. The folder is deleted with the checkpoint. If the export fails, a warning says why.
-        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
-            With ``throttle_uploads: True`` among them, only one rank of each node uploads at a time. Lightning's
-            ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by environment
-            variables, such as ``AWS_ENDPOINT_URL``.
+            in it, for ``from_pretrained``, while training goes on; the next save, ``wait`` and the end of the run wait
+            for it. If the export fails, a warning says why.
+        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``, and with
+            ``throttle_uploads: True``, only one rank of each node uploads at a time. Lightning's ModelCheckpoint takes
+            no such options: configure it by environment variables, such as ``AWS_ENDPOINT_URL``.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
-            once per node. Later loads reuse them; the save id in their names excludes stale files.
-        key_mapping: from the names in a ``ckpt_path`` to names in the model, if they differ: a dict of whole names or
-            regular expressions to new names, or a function. None leaves a tensor out, along with its optimizer state.
-            See "Rename tensors" in the documentation. For ``ShardedStrategy``.
-        pickle_objects: pickle objects that are not plain values (encoders, scalers, classes) in hyper-parameters, the
-            state of callbacks and schedulers, and the entries that ``on_save_checkpoint`` adds. Without it, such
-            objects are refused, except in hyper-parameters, where they are left out. They are read only with
-            ``weights_only=False``, which executes code in them.
+            once per node. Later loads reuse them.
+        key_mapping: from the names in a ``ckpt_path`` to names in the model: a dict of whole names or regular
+            expressions to new names (None leaves a tensor out), or a function. See "Rename tensors" in the
+            documentation. For ``ShardedStrategy``.
+        pickle_objects: pickle objects that are not plain values in hyper-parameters, the state of callbacks and
+            schedulers, and the entries that ``on_save_checkpoint`` adds; without it, they are refused, except in
+            hyper-parameters, where they are left out. They are read only with ``weights_only=False``, which executes
+            code in them.
     """
 
     _is_fabric = False
@@ -117,13 +112,9 @@ class ShardCkptIO(CheckpointIO):
     def attach(
         self, ranks: Ranks, module: nn.Module, topology: Mapping[str, int], *, names: WholeNames | None = None
     ) -> None:
-        """Set the ranks, which call this object together from now on, and the module.
+        """Set the ranks, which save and load together from now on, and the module of this rank.
 
-        Args:
-            ranks: that save and load together.
-            module: of this rank; in a pipeline, the part of its stages.
-            topology: the sizes of mesh axes by name, for the root index.
-            names: of the whole model, if ``module`` is a part of it.
+        ``topology`` has the sizes of mesh axes; ``names`` are those of the whole model, if ``module`` is a part of it.
         """
         self._group.ranks, self._module = ranks, module
         self._topology, self.names = topology, names or WholeNames()
@@ -156,15 +147,10 @@ class ShardCkptIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save Lightning's checkpoint dict at ``path``.
+        """Save Lightning's checkpoint dict at a path or URL. Collective under ``ShardedStrategy``.
 
-        Without ``use_async`` it is complete when this returns, and durable with ``sync_files``. Collective under
-        ``ShardedStrategy``: every rank must call it.
-
-        Args:
-            checkpoint: Lightning's dict.
-            path: of the new checkpoint, or a URL.
-            storage_options: for this URL, instead of those of ``ShardCkptIO``.
+        Without ``use_async`` it is complete when this returns, and durable with ``sync_files``. ``storage_options`` are
+        for this URL, instead of those of ``ShardCkptIO``.
 
         Raises:
             Exception: the failure of an earlier asynchronous save; then this save does not begin.
@@ -211,12 +197,9 @@ class ShardCkptIO(CheckpointIO):
         return describe_checkpoint(state, self._group, module, self.names, rank_state=rank_state, **options)
 
     def wait(self) -> None:
-        """Wait until all asynchronous saves are complete (durable with ``sync_files``) and all removals are done.
+        """Wait until all saves are complete and all removals are done, and raise the failure of a save, once.
 
         Collective under ``ShardedStrategy``: every rank must call it. With other strategies only rank 0 waits.
-
-        Raises:
-            Exception: the failure of a save, on every rank; each failure is raised once.
         """
         try:
             self._group.background.settle(self._group.ranks)
@@ -236,12 +219,8 @@ class ShardCkptIO(CheckpointIO):
         """Return the whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
         Also reads files of ``torch.save``, and weights of other formats under the module's names. Waits for
-        asynchronous saves of this process.
-
-        Args:
-            path: the checkpoint.
-            map_location: the device for all tensors, or a dict or function as in ``torch.load``; by default the CPU.
-            weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
+        asynchronous saves of this process. ``map_location`` and ``weights_only`` (True by default) are as in
+        ``torch.load``.
 
         Raises:
             StateError: with ``key_mapping``.
@@ -283,9 +262,9 @@ class ShardCkptIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint, the link or the plain file at ``path``, if there is one.
 
-        Anything that can't be deleted, or is not a checkpoint, stays, with a warning, so that training goes on. After
-        an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
-        ``path`` stays, with a warning. A checkpoint that ``shardckpt follow`` evaluates is deleted after that.
+        Anything that can't be deleted, or is not a checkpoint, stays, with a warning. The removal waits for a pending
+        save; if that fails, the checkpoint at ``path`` stays, with a warning. A checkpoint that ``shardckpt follow``
+        evaluates is deleted after that.
         """
         place, background = absolute_path(path), self._group.background  # a chdir may come before the removal
         folder = os.path.dirname(place.rstrip("/"))

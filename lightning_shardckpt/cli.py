@@ -17,7 +17,6 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
-from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
@@ -33,21 +32,12 @@ _COMPARING_TOOLS = ("diff", "prove-resume")
 """Tools whose exit status 1 is a result; a problem has status 2."""
 
 
-def console() -> NoReturn:
-    """Run the console script ``shardckpt``."""
-    run(sys.argv[1:])
-
-
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Run one tool with command-line arguments, and end this process with its exit status."""
-    signal.signal(signal.SIGTERM, _terminate)  # so that unfinished files are removed
+def console(*arguments: str) -> NoReturn:
+    """Run one tool with given arguments before those of the command line, and end this process with its exit status."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that unfinished files are removed
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the terminal can't encode
-    sys.exit(main(arguments))
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    sys.exit(main([*arguments, *sys.argv[1:]]))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -148,7 +138,8 @@ def _parser() -> ArgumentParser:
     following("command", type=str, nargs="+", help=placeholder)
     following("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
     following("--once", action="store_true", help="don't wait for more checkpoints")
-    following("--interval", type=float, default=10.0, metavar="SECONDS", help="between two looks for checkpoints")
+    interval = "seconds between two looks for checkpoints"
+    following("--interval", dest="interval_s", type=float, default=10.0, metavar="SECONDS", help=interval)
 
     about = "converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors"
     export = add("consolidate", about, json=False)
@@ -221,8 +212,7 @@ def _prove_resume(options: Namespace) -> int:
 def _follow(options: Namespace) -> int:
     from lightning_shardckpt.tools.follow import follow
 
-    about = {name: options[name] for name in ("newest", "once", "storage_options")}
-    return int(follow(options.run_dir, options.command, interval_s=options.interval, **about) > 0)
+    return int(follow(**dict(options.items())) > 0)
 
 
 def _consolidate(options: Namespace) -> int:

@@ -84,15 +84,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     """Trains Fabric's modules under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
     ``fabric.setup`` shards an ordinary module. The parameters of an optimizer that was built before are replaced by the
-    sharded ones. Initial weights are the same on every topology.
+    sharded ones, which act as whole tensors. Initial weights are the same on every topology.
 
-    Sharded parameters act as whole tensors; see the Trainer's ``ShardedStrategy``.
+    ``fabric.save`` writes the format of the Trainer's ``ShardedStrategy`` and of ``lightning_shardckpt.save``: each
+    loads the other's model and optimizers. ``fabric.load`` matches keys as ``lightning_shardckpt.load`` does.
 
-    Each rank saves its slices with ``fabric.save``, in the format of the Trainer's ``ShardedStrategy`` and of
-    ``lightning_shardckpt.save``: each loads the other's model and optimizers. Keys are matched as in
-    ``lightning_shardckpt.load``.
-
-    Takes the arguments of the Trainer's ``ShardedStrategy``; see ``__init__``.
+    Takes the arguments of the Trainer's ``ShardedStrategy``.
     """
 
     @override
@@ -210,20 +207,17 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Run a step function on a batch, in a pipeline on all of its stages.
 
         Collective: every rank of the world must call it, with the same batch on all ranks of a pipeline. With gradients
-        enabled, ``step`` must return a loss tensor or a dict with a "loss", for ``fabric.backward``.
+        enabled, ``step`` must return a loss tensor or a dict with a "loss", for ``fabric.backward``. Steps that can't
+        be pipelined are errors on every rank; see "Pipelines" in the docs.
 
         Args:
             step: calls the module and computes the loss. In a pipeline it runs several times.
             batch: its argument, which a pipeline splits into microbatches along the first dim of its tensors.
             module: the result of ``fabric.setup``, if several modules were set up.
-            scale: the factor by which the loss is multiplied before backward, for schedules that run backward passes
-                at once.
+            scale: the factor by which the loss is multiplied before backward, for schedules that run backward at once.
 
         Returns:
             The result of ``step``; in a pipeline the last stage's, on every rank.
-
-        Raises:
-            UnsupportedCodeError: for steps that can't be pipelined, on every rank; see "Pipelines" in the docs.
         """
         if self.topology.pipeline == 1:
             return step(batch)

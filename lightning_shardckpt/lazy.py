@@ -60,8 +60,8 @@ def metadata(
     """Return the description of a checkpoint. Reads its root index; no torch.
 
     Args:
-        path: a checkpoint of this package, or its URL; or a checkpoint of torch.distributed.checkpoint, a Hugging Face
-            directory, a safetensors file or a file of ``torch.save``, which need torch and have no checksums.
+        path: a checkpoint of this package, or its URL; or one of another program, which needs torch and has no
+            checksums.
         storage_options: options for URLs; see ``ShardCkptIO``.
         pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
@@ -119,7 +119,7 @@ def open(
 ) -> OpenCheckpoint:
     """Open a checkpoint as a mapping from names to lazy tensors, which are read when they are sliced.
 
-    Close it after use, or use it as a context manager. Waits for the asynchronous saves of this process.
+    Use it as a context manager, or close it. Waits for the asynchronous saves of this process.
 
     Args:
         path: the checkpoint; see ``metadata``.

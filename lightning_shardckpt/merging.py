@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,6 @@ MERGED = "merged"
 _LISTED = 50
 _KEPT = (*HYPER_PARAMETERS, "hparams_name", "datamodule_hparams_name", "epoch", "global_step", VERSION, KEYS)
 _DOCUMENTS = ("model", "versions", "frozen", "peft", "huggingface")
-_Model = dict[str, LazyTensor]
 
 
 def merge(
@@ -52,14 +51,12 @@ def merge(
 ) -> list[str]:
     """Write the weighted mean of checkpoints as a checkpoint of this package, which any topology loads.
 
-    Floating-point and complex tensors of the models are averaged: the sum of weight × value, in float32 (float64 for
-    tensors of float64), divided by the sum of the weights, and rounded once to the dtype of the first checkpoint.
-    Integers, bools, extra state and hyper-parameters are the first one's; there is no other state, so load the result
-    with ``pretrained=`` or ``load``. Tied tensors stay tied. The trainer's state of the result describes the merge
-    under the key ``merged``. Waits for the asynchronous saves of this process. Memory is needed for some copies of the
-    largest tensor.
-
-    Running statistics of norms are averaged, too: ``torch.optim.swa_utils.update_bn`` recomputes them from data.
+    Floating-point and complex tensors of the models are averaged (also running statistics of norms): the sum of weight
+    × value, in float32 (float64 for tensors of float64), divided by the sum of the weights, and rounded once to the
+    dtype of the first checkpoint. Integers, bools, extra state and hyper-parameters are the first one's; there is no
+    other state, so load the result with ``pretrained=`` or ``load``. Tied tensors stay tied. The trainer's state of the
+    result describes the merge under the key ``merged``. Waits for the asynchronous saves of this process. Memory is
+    needed for some copies of the largest tensor.
 
     Args:
         paths: at least two checkpoints of any topology and format that is read, or URLs, with the same names.
@@ -89,14 +86,13 @@ def merge(
         refuse_existing(target, storage)
     drain_all()
     with ExitStack() as stack:
-        opened = list[OpenCheckpoint]()
-        for path in paths:
-            source, _ = open_source(file_path(path), storage, for_export=True)
-            opened.append(stack.enter_context(OpenCheckpoint(source)))
+        sources = (open_source(file_path(path), storage, for_export=True)[0] for path in paths)
+        opened = [stack.enter_context(OpenCheckpoint(source)) for source in sources]
         models = [{name: one for name, one in found.items() if one.component == "model"} for found in opened]
-        inputs = _match([os.fspath(path) for path in paths], models)
+        names = [os.fspath(path) for path in paths]
+        inputs = _match(names, models)
         others = sorted(name for name, tensors in inputs.items() if not _is_averaged(tensors[0]))
-        about = {"paths": [os.fspath(path) for path in paths], "weights": factors, "from_first": others}
+        about = {"paths": names, "weights": factors, "from_first": others}
         advance = stack.enter_context(progress(sum(tensors[0].nbytes for tensors in inputs.values())))
 
         def content(name: str) -> memoryview:
@@ -117,11 +113,7 @@ def last_checkpoints(
 ) -> list[str]:
     """Return the paths of the last complete checkpoints of a run, by their steps, the newest first.
 
-    Args:
-        folder: where ``ModelCheckpoint`` puts them, or its URL. Links to others, copies and results of ``merge`` are
-            not counted.
-        count: their number.
-        storage_options: for URLs.
+    Links to others, copies and results of ``merge`` are not counted.
 
     Raises:
         CheckpointNotFoundError: if there are fewer.
@@ -141,7 +133,7 @@ def last_checkpoints(
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _match(paths: Sequence[str], models: Sequence[_Model]) -> dict[str, list[LazyTensor]]:
+def _match(paths: Sequence[str], models: Sequence[Mapping[str, LazyTensor]]) -> dict[str, list[LazyTensor]]:
     """Return the tensor of each model by stored name of the first one.
 
     Raises:
@@ -152,29 +144,24 @@ def _match(paths: Sequence[str], models: Sequence[_Model]) -> dict[str, list[Laz
         raise MismatchError(f"checkpoint {paths[0]!r} has no module: state dicts that were saved alone are not merged")
     inputs = {name: [one] for name, one in first.items() if name == one.key}
     for path, model in zip(paths[1:], models[1:], strict=True):
-        problems += (f"{path!r}: {problem}" for problem in _match_one(first, model, inputs))
+        unmatched = {name for name, one in model.items() if name == one.key}
+        for name, tensors in inputs.items():
+            expected, ties = tensors[0], [alias for alias, one in first.items() if one.key == name]
+            found = {one.key: one for one in (model[alias] for alias in ties if alias in model)}
+            unmatched -= found.keys()
+            tensors += [*found.values()][:1]
+            if not found:
+                problems.append(f"{path!r}: {name} is missing")
+            elif len(found) > 1 and not are_equal(tensors[-1].source, "model", [*found]):
+                problems.append(f"{path!r}: {' and '.join(ties)} differ, expected one tied tensor")
+            elif tensors[-1].shape != expected.shape or _kind(tensors[-1]) != _kind(expected):
+                shown = f"{tensors[-1].dtype} {tensors[-1].shape}"
+                problems.append(f"{path!r}: {name} is {shown}, expected {expected.dtype} {expected.shape}")
+        problems += (f"{path!r}: {name} is unexpected" for name in sorted(unmatched))
     if problems:
         listed = list_some(problems, _LISTED, between="\n  ")
         raise MismatchError(f"these checkpoints can't be merged with {paths[0]!r}:\n  {listed}")
     return inputs
-
-
-def _match_one(first: _Model, model: _Model, inputs: dict[str, list[LazyTensor]]) -> Iterator[str]:
-    """Add the tensors of another model to ``inputs``; yield differences."""
-    matched = set[str]()
-    for name, tensors in inputs.items():
-        expected, ties = tensors[0], [alias for alias, one in first.items() if one.key == name]
-        found = {one.key: one for one in (model[alias] for alias in ties if alias in model)}
-        matched |= found.keys()
-        tensors += [*found.values()][:1]
-        if not found:
-            yield f"{name} is missing"
-        elif len(found) > 1 and not are_equal(tensors[-1].source, "model", [*found]):
-            yield f"{' and '.join(ties)} differ, expected one tied tensor"
-        elif tensors[-1].shape != expected.shape or _kind(tensors[-1]) != _kind(expected):
-            shown = f"{tensors[-1].dtype} {tensors[-1].shape}"
-            yield f"{name} is {shown}, expected {expected.dtype} {expected.shape}"
-    yield from (f"{name} is unexpected" for name, one in model.items() if name == one.key and name not in matched)
 
 
 def _kind(tensor: LazyTensor) -> str:

@@ -72,15 +72,13 @@ _SHARDED = "_shardckpt_sharded"
 class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
     """Trains one LightningModule under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
-    The module needs no changes: layers are built in ``__init__`` or ``configure_model``, and steps are as usual. A
-    module that shards itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and
-    ``["tensor_parallel"]``, as for Lightning's ModelParallelStrategy, is not sharded again. Initial weights are the
-    same on every topology.
+    The module needs no changes. One that shards itself in ``configure_model`` with
+    ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for Lightning's ModelParallelStrategy, is not
+    sharded again. Initial weights are the same on every topology.
 
     Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.tensors``.
-    ``fully_shard`` gathers the parameters of a layer at once for its forward, and frees them until its backward. Every
-    rank must read and change them in the same way. If the shard axis has size 1, parameters are plain tensors, and
-    gradients are averaged.
+    Every rank must read and change them in the same way. If the shard axis has size 1, parameters are plain tensors,
+    and gradients are averaged.
 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.

@@ -68,14 +68,14 @@ def consolidate(
             ``save_pretrained`` writes it. By default "safetensors" if ``output_file`` ends in ``.safetensors``, else
             "torch".
         split: of safetensors: "one_file" (the default), "one_file_per_tensor" or "chunks", several files with an index.
-            A model for transformers is in chunks, which are one file if all tensors fit.
+            A model for transformers is in chunks.
         size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
         optimizer: include the optimizers; by default only for "torch". With safetensors, their state that is not
             tensors is written to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
         key_mapping: selects and renames tensors: a dict of whole names or regular expressions to new names (None
-            leaves a tensor out), or a function. A model of transformers keeps its names: there it only leaves tensors
-            out, and selects one of several models. See "Rename tensors" in the documentation.
+            leaves a tensor out), or a function. A model of transformers keeps its names. See "Rename tensors" in the
+            documentation.
         overwrite: replace the output of an earlier call, atomically.
         storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
 
@@ -85,9 +85,9 @@ def consolidate(
     Raises:
         ValueError: if options contradict each other, or the output is inside a checkpoint, or at a URL.
         MismatchError: if names collide, or an entry of ``key_mapping`` matches nothing.
-        CheckpointNotFoundError: if the folder is not a checkpoint; the message describes its content.
+        CheckpointNotFoundError: if the folder is not a checkpoint.
         FileExistsError: if the output exists.
-        CorruptionError: naming file, tensor and rank of corrupted data.
+        CorruptionError: naming file, tensor and rank.
     """
     is_named = output_file is not None and os.fspath(output_file).endswith(_SAFETENSORS)
     chosen: Format = format or ("safetensors" if is_named else "torch")

@@ -48,7 +48,7 @@ def diff(
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        CheckpointNotFoundError: if there is no checkpoint.
         CorruptionError: naming file, tensor and rank of corrupted data.
         ValueError: if no name matches ``tensors``.
     """

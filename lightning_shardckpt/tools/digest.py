@@ -66,7 +66,7 @@ def digest(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        CheckpointNotFoundError: if there is no checkpoint.
         CorruptionError: naming file, tensor and rank of corrupted data.
         ValueError: for Hugging Face names of a checkpoint without a model of transformers, or if no name matches
             ``tensors``.

@@ -30,7 +30,7 @@ def inspect(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        CheckpointNotFoundError: if there is no checkpoint.
         CorruptionError: if an index is damaged; ``verify`` lists all damage.
     """
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
@@ -116,12 +116,7 @@ def aliases_by_key(component: Component) -> dict[str, list[str]]:
 
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
-    """Render the result of ``inspect`` as text for people.
-
-    Args:
-        report: the result.
-        everything: show long tables in full.
-    """
+    """Return the result of ``inspect`` as text for people, long tables in full with ``everything``."""
     limit, axes = None if everything else LISTED, [f"{axis} {size}" for axis, size in report["topology"].items()]
     lines = [
         ("checkpoint", report["path"]),

@@ -1,10 +1,8 @@
 """A page that shows the slices of every tensor by rank: ``python -m lightning_shardckpt map PATH``.
 
-Its content is computed here from the root index, without torch. The script of the page lays out, colors, searches and
-sorts. Names are data in the page, never markup, and the page loads nothing else.
-
-To keep the page small, tensors of one dtype, shape and layout share a *kind*, and kinds share *drawings*. A drawing is
-a grid: the edges of its cells along each dim, and for each cell in row-major order the number of its group of ranks.
+Its content is computed from the root index, without torch. Names are data in the page, never markup, and the page
+loads nothing else. Tensors of one dtype, shape and layout share a *kind*, and kinds share *drawings*. A drawing is a
+grid: the edges of its cells along each dim, and for each cell in row-major order the number of its group of ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +38,6 @@ def write_map(
         path: the checkpoint.
         output: the page; may not be inside a checkpoint.
         storage_options: for URLs, see ``ShardCkptIO``.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
-        ValueError: if the page would be inside a checkpoint.
     """
     target = Path(output)
     if (target.absolute().parent / ROOT_NAME).exists():

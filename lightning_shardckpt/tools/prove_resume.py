@@ -1,9 +1,8 @@
 """Proof that a training resumes: two runs and a diff, ``python -m lightning_shardckpt prove-resume -- COMMAND``.
 
-The first run trains all steps, and saves in the middle and at the end. The second run resumes from the middle, and
-saves at the end. Both ends are compared: every tensor, and every other value that a checkpoint has. An entry point of
-Lightning, found by ``PYTHONPATH``, brings the callback that saves (``callbacks.ProofCallback``) to every rank, however
-it is started.
+The first run saves in the middle and at the end. The second run resumes from the middle, and saves at the end. Both
+ends are compared. An entry point of Lightning, found by ``PYTHONPATH``, brings the callback that saves
+(``callbacks.ProofCallback``) to every rank, however it is started.
 """
 
 from __future__ import annotations
@@ -38,13 +37,9 @@ _NO_FIT = (
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """The result of a proof.
+    """The result of a proof: the number of compared tensors and values, and the text of each difference by name.
 
-    Attributes:
-        steps: batches of training; half of them before the checkpoint.
-        folder: with outputs and checkpoints; removed if nothing differs and no ``output`` was given.
-        compared: the number of compared tensors and values; ``tolerance`` of tensors is relative, 0 for bits.
-        differences: the text of each, by name.
+    ``folder`` has outputs and checkpoints, unless it was removed; the ``tolerance`` of tensors is relative, 0 for bits.
     """
 
     steps: int
@@ -82,9 +77,9 @@ def prove_resume(
 ) -> ResumeReport:
     """Run a training straight, and resumed from its middle; return the differences of the ends of both runs.
 
-    The script is unchanged: its first ``fit`` gets a callback that saves, and ends the process after the last step, so
-    that no code after it runs. Files in ``default_root_dir`` go to the folder of the proof; its loggers write nothing,
-    and callbacks that save checkpoints are left out. Other files that the script writes are written twice.
+    The first ``fit`` of the script gets a callback that saves, and ends the process after the last step. Files in
+    ``default_root_dir`` go to the folder of the proof; its loggers write nothing, and callbacks that save checkpoints
+    are left out. Other files that the script writes are written twice.
 
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.

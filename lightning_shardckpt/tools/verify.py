@@ -73,7 +73,7 @@ def verify(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        CheckpointNotFoundError: if there is no checkpoint.
     """
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
