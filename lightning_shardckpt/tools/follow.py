@@ -15,23 +15,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache, partial
-from io import TextIOWrapper
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.storage.run_folder import EVALUATIONS, RunFolder
 from lightning_shardckpt.transfer.reader import Checkpoint
 
-GRACE_S = 10.0  # for an interrupted command to end
+_GRACE_S = 10.0  # for an interrupted command to end
 _SETTLE_S = 1.0  # a deletion that did not see this follower is over by then
-_OUTPUT_S = 10.0  # for the rest of a command's output, and between two signs of life
+_RENEW_S = 10.0  # between two signs of life
 # Starts a command that gets SIGTERM when this process ends, however it ends (1 is PR_SET_PDEATHSIG).
 _START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -177,59 +176,47 @@ def follow(
 
 
 def _evaluate(command: Sequence[str], saved: Saved, renew: Callable[[], None]) -> dict[str, Any]:
-    """Run the command for a checkpoint; return what is recorded."""
+    """Run the command for a checkpoint, and print its output; return what is recorded."""
     command = [argument.replace("{}", saved["path"]) for argument in command]
     _say(f"step {saved['step']}: {shlex.join(command)}")
     start, began = _now(), time.monotonic()
-    status, metrics = _execute(command, renew)
-    seconds = round(time.monotonic() - began, 3)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _START, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            start_new_session=True,  # so that it gets one signal, and ends with all that it has started
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_RENEW_S)
+                try:
+                    renew()
+                except OSError as error:  # the next attempt is in time, too
+                    _say(f"not renewed: {error}")
+        except BaseException:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    metrics = None
+    for line in lines:
+        with suppress(OSError, ValueError):  # whoever reads it may be gone
+            sys.stdout.write(f"{line}\n")
+        if line.lstrip().startswith("{"):
+            with suppress(ValueError):
+                metrics = json.loads(line)
+    status, seconds = process.returncode, round(time.monotonic() - began, 3)
     result = "done" if status == 0 else f"failed with status {status}"
     _say(f"step {saved['step']}: {result} in {seconds:.0f} s")
     return {**saved, "start": start, "seconds": seconds, "status": status, "metrics": metrics}
-
-
-def _execute(command: Sequence[str], renew: Callable[[], None]) -> tuple[int, dict[str, Any] | None]:
-    """Run a command, and print its output; return its exit status and the last JSON object that it printed."""
-    metrics = list[dict[str, Any]]()
-    process = subprocess.Popen(
-        [sys.executable, "-IS", "-c", _START, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # so that it gets one signal, and ends with all that it has started
-    )
-    output = threading.Thread(target=_copy_output, args=(process.stdout, metrics), daemon=True)
-    output.start()
-    try:
-        while process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_OUTPUT_S)
-            try:
-                renew()
-            except OSError as error:  # the next attempt is in time, too
-                _say(f"not renewed: {error}")
-    except BaseException:
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait(GRACE_S)
-        raise
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        output.join(_OUTPUT_S)  # what left the session may keep the output open
-    return process.returncode, metrics[-1] if metrics else None
-
-
-def _copy_output(output: BinaryIO, metrics: list[dict[str, Any]]) -> None:
-    """Print the output of a command as it comes, and put the last of its lines that is a JSON object in ``metrics``."""
-    with TextIOWrapper(output, errors="replace", newline="") as lines:  # a progress bar ends lines by \r
-        for line in lines:
-            with suppress(OSError, ValueError):  # whoever reads it is gone: the command goes on
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            if line.lstrip().startswith("{"):
-                with suppress(ValueError):
-                    metrics[:] = [json.loads(line)]
 
 
 def _now() -> str:
