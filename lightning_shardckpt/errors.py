@@ -1,17 +1,4 @@
-"""The error classes, as one small tree.
-
-    ShardCkptError
-    ├── CheckpointNotFoundError  (FileNotFoundError)  no complete checkpoint at this path
-    ├── FormatError              (ValueError)         an index or a header breaks FORMAT.md
-    ├── CorruptionError          (OSError)            the bytes are not the bytes that were saved
-    ├── MismatchError            (RuntimeError)       checkpoint and model (or ranks) differ
-    ├── StateError               (TypeError)          state that this format cannot hold
-    ├── TopologyError            (ValueError)         sizes, a mesh or a plan that do not fit
-    ├── UnsupportedCodeError     (ValueError)         user code whose results would differ from those on one process
-    └── RankError                (RuntimeError)       another rank failed, or did not answer in time
-
-A message names the failure, the place (path, FQN, rank), the expected and found values, and the remedy.
-"""
+"""The error classes. A message names the failure, the place (path, FQN, rank), expected and found, and the remedy."""
 
 
 class ShardCkptError(Exception):

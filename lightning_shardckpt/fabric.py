@@ -22,7 +22,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
@@ -167,11 +166,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if not self._recipe.fsdp.cpu_offload:
             optimizer_to_device(optimizer, self.root_device)
         return optimizer
-
-    @override
-    def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        self._prepare_loader(dataloader)
-        return dataloader
 
     # --- steps ---
 

@@ -272,10 +272,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             rebind_optimizer(optimizer, self.sharded)  # LightningCLI builds them before the module is sharded
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        self._prepare_loader(dataloader)
-        self._checkpoints.begin_loader(dataloader)
-        return dataloader
+    def process_dataloader(self, loader: Any) -> Any:
+        self._checkpoints.begin_loader(super().process_dataloader(loader))
+        return loader
 
     # --- steps ---
 

@@ -262,13 +262,14 @@ class MeshStrategy:
 
     # --- loaders and modules ---
 
-    def _prepare_loader(self, loader: Any) -> None:
-        """Prepare a loader in place. Ranks of one tensor group must draw the same batches, so their workers' seeds."""
+    def process_dataloader(self, loader: Any) -> Any:
+        """Prepare a loader in place. Ranks of one tensor group draw the same batches, so their workers need equal seeds."""
         draw_orders_by_epoch(loader)
         init = getattr(loader, "worker_init_fn", 0)
         is_lightnings = isinstance(init, partial) and init.func is pl_worker_init_function
         if is_lightnings or (init is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)
+        return loader
 
     def _shard_module(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -34,7 +35,7 @@ def inspect(
         CorruptionError: if an index is damaged; ``verify`` lists all damage.
     """
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
-        root, files = checkpoint.root, list(_files(checkpoint))
+        root, files = checkpoint.root, _files(checkpoint)
         every = [t for name, component in root.components.items() for t in _tensors(name, component)]
         return {
             "path": os.fspath(path),
@@ -45,13 +46,14 @@ def inspect(
             "topology": root.topology,
             "software": root.software,
             "bytes": sum(file["bytes"] for file in files),
-            "components": {name: _totals([t for t in every if t["component"] == name]) for name in root.components},
+            "components": {name: _totals(name, every) for name in root.components},
             "tensors": [t for t in every if is_selected((t["name"], *t["aliases"]), tensors)],
             "files": files,
         }
 
 
-def _totals(tensors: list[dict[str, Any]]) -> dict[str, Any]:
+def _totals(component: str, every: list[dict[str, Any]]) -> dict[str, Any]:
+    tensors = [t for t in every if t["component"] == component]
     return {
         "tensors": len(tensors),
         "aliases": sum(len(t["aliases"]) for t in tensors),
@@ -75,18 +77,15 @@ def _tensors(component: str, of: Component) -> Iterator[dict[str, Any]]:
         }
 
 
-def _files(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-    """Yield every file with its size from the indexes, and the rank that wrote it."""
-    root, reader = checkpoint.root, checkpoint.reader
-    yield {"name": ROOT_NAME, "rank": 0, "bytes": reader.size(ROOT_NAME)}
-    for name, component in root.components.items():
+def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return every file with its size from the indexes, and the rank that wrote it, which its name has."""
+    sizes = {ROOT_NAME: checkpoint.reader.size(ROOT_NAME)}
+    for name, component in checkpoint.root.components.items():
         for rank, info in sorted(component.indexes.items()):
-            for file in (info, *checkpoint.index(name, rank).files.values()):
-                yield {"name": file.name, "rank": rank, "bytes": file.nbytes}
-    for document in sorted(root.documents.values(), key=lambda d: d.name):
-        rank_text = document.name.rpartition("-dist-")[2].removesuffix(".json")
-        rank = int(rank_text) if rank_text.isdigit() else 0
-        yield {"name": document.name, "rank": rank, "bytes": document.nbytes}
+            sizes |= {file.name: file.nbytes for file in (info, *checkpoint.index(name, rank).files.values())}
+    sizes |= {name: info.nbytes for name, info in sorted(checkpoint.root.documents.items())}
+    ranks = {name: re.search(r"-dist-(\d+)", name) for name in sizes}
+    return [{"name": name, "rank": int(m[1]) if (m := ranks[name]) else 0, "bytes": n} for name, n in sizes.items()]
 
 
 def is_selected(names: Iterable[str], pattern: str | None) -> bool:
@@ -145,16 +144,15 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
 
 def cuts_text(cuts: Sequence[Mapping[str, Any]]) -> str:
     """Return the result of ``cuts_of`` as readable text, without cuts into one part."""
-    texts = [
-        f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
-        for c in cuts
-        if c["parts"] > 1
-    ]
+    texts = list[str]()
+    for cut in cuts:
+        blocks = f" in {cut['blocks']} blocks" if cut["blocks"] > 1 else ""
+        texts += [f"dim {cut['dim']} / {cut['parts']} over {cut['axis']}{blocks}"] if cut["parts"] > 1 else []
     return ", ".join(texts) or "whole"
 
 
 def _place(tensor: dict[str, Any]) -> str:
     """Return a text of a tensor's cuts, the ranks that hold it, and its aliases."""
     ranks = ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in tensor["ranks"])
-    text = f"{cuts_text(tensor['cuts'])} on ranks {ranks}"
-    return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
+    also = f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else ""
+    return f"{cuts_text(tensor['cuts'])} on ranks {ranks}{also}"
