@@ -263,7 +263,7 @@ class MeshStrategy:
     # --- loaders and modules ---
 
     def process_dataloader(self, loader: Any) -> Any:
-        """Prepare a loader in place. Ranks of one tensor group draw the same batches, so their workers need equal seeds."""
+        """Prepare a loader in place. Ranks of one tensor group draw the same batches, so workers need equal seeds."""
         draw_orders_by_epoch(loader)
         init = getattr(loader, "worker_init_fn", 0)
         is_lightnings = isinstance(init, partial) and init.func is pl_worker_init_function
