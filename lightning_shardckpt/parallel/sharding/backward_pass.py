@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -26,27 +27,43 @@ from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
 from lightning_shardckpt.parallel.tensors.values import REMEDY
 
 
+@dataclass(slots=True)
+class BackwardPass:
+    """What a running backward has found, by the ids of sharded parameters.
+
+    Attributes:
+        used: parameters of which this rank has a gradient.
+        filled: parameters that got zeros for a gradient that this rank does not have; whether they had one before.
+        rows: the reduced gradients of uses outside of units.
+        aside: parameters with hooks, their earlier gradients, and their hooks that torch must not call.
+    """
+
+    used: set[int] = field(default_factory=set)
+    filled: dict[int, bool] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    aside: list[tuple[ShardedTensor, Tensor | None, dict[int, Any] | None]] = field(default_factory=list)
+
+
 class Passes:
     """The forwards and backwards of all units, which the ranks compare after each backward.
+
+    A hook of a parameter must get the reduced gradient of all batches, once; torch would call it for each of several
+    reductions, or never. So the earlier gradient and the hooks of such a parameter are set aside until the end.
 
     Args:
         peers: the ranks of each axis that parameters are sharded or replicated over, the shard axis first.
 
     Attributes:
         peers: as given.
+        units: each sharded parameter and the name of its unit, by id, in the same order on all ranks.
         on_end: functions that are called at the end of a backward, with whether it raised an error.
     """
 
     def __init__(self, peers: Sequence[Peers]) -> None:
         self.peers, self.on_end = peers, list[Callable[[bool], None]]()
-        self._leaves, self._units = list[ShardedTensor](), dict[int, str]()
+        self.units = dict[int, tuple[ShardedTensor, str]]()
         self._backward: BackwardPass | None = None
         self._trail_hash, self._last_entry = 0, ""
-
-    def add(self, leaf: ShardedTensor, unit: str) -> None:
-        """Add a parameter, in the same order on all ranks."""
-        self._leaves.append(leaf)
-        self._units[id(leaf)] = unit
 
     def record(self, entry: str) -> None:
         """Record a forward or backward of a unit."""
@@ -55,23 +72,47 @@ class Passes:
     def begin_backward(self) -> BackwardPass:
         """Return the running backward; the first call in a backward begins it."""
         if self._backward is None:
-            self._backward = BackwardPass(self._leaves, self._units)
+            self._backward = BackwardPass()
+            for leaf in self._with_hooks():
+                self._backward.aside.append((leaf, leaf.grad, hooks := accumulation_hooks(leaf)))
+                leaf.grad = None
+                if hooks:
+                    set_accumulation_hooks(leaf, OrderedDict())
             after_backward(lambda: after_backward(self._end_backward))  # torch may queue its own end later
         return self._backward
+
+    def add_rows(self, leaf: ShardedTensor, reduced: DTensor | None) -> None:
+        """Take the reduced gradient of a use outside of units; None if no rank has one. Called in a backward."""
+        backward = self.begin_backward()
+        if reduced is not None:
+            rows, before = rows_of(reduced), backward.rows.get(id(leaf))
+            backward.rows[id(leaf)] = rows if before is None else before.add_(rows)
+            backward.used.add(id(leaf))
+
+    def _with_hooks(self) -> list[ShardedTensor]:
+        return with_hooks(leaf for leaf, _ in self.units.values())
 
     def _end_backward(self) -> None:
         """Compare the units that the ranks ran, remove gradients that no rank has computed, and call hooks.
 
         Collective: every rank of the mesh must call it, after every backward.
         """
-        backward = self._backward
-        assert backward is not None
+        backward = self.begin_backward()
         for end in self.on_end:
             end(False)
-        backward.refuse_late_hooks()
-        if self.compare(len(backward.unused), self.peers):
-            backward.remove_unused(self.peers)
-        hooked, self._backward = backward.restore(), None
+        aside = {id(leaf) for leaf, _, _ in backward.aside}
+        for leaf in self._with_hooks():  # a new one, which torch has called for a part of the gradient or not at all
+            if id(leaf) not in aside or accumulation_hooks(leaf):
+                refuse(self.units[id(leaf)][1], "has a parameter that got a hook in a backward")
+        unused = {number for number, had in backward.filled.items() if not had and number not in backward.used}
+        if self.compare(len(unused), self.peers):
+            used = torch.tensor([number not in unused for number in self.units], dtype=torch.uint8)
+            for peers in self.peers:
+                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
+            for (leaf, _), is_used in zip(self.units.values(), used.tolist(), strict=True):
+                if not is_used:
+                    leaf.grad = None
+        hooked, self._backward = self._restore(backward), None
         _call_hooks(hooked)
 
     def compare(self, unused: float, axes: Sequence[Peers]) -> float:
@@ -91,79 +132,20 @@ class Passes:
             self.peers[0].end_step(is_alike=False)
             for end in self.on_end:
                 end(True)
-            for leaf, before in backward.restore():
+            for leaf, before in self._restore(backward):
                 _add_gradient(leaf, before)
 
-
-class BackwardPass:
-    """One backward through parameters that ``fully_shard`` gathers.
-
-    A hook of a parameter must get the reduced gradient of all batches, once; torch would call it for each of several
-    reductions, or never. So the earlier gradient and the hooks of such a parameter are set aside until the end.
-
-    Args:
-        leaves: the sharded parameters, in the same order on all ranks.
-        units: the name of the unit of each, by the id of the parameter.
-    """
-
-    def __init__(self, leaves: Sequence[ShardedTensor], units: Mapping[int, str]) -> None:
-        self._leaves, self._units = leaves, units
-        self._used, self._filled = set[int](), dict[int, bool]()  # filled: whether there was a gradient before
-        self._direct = dict[int, tuple[ShardedTensor, Tensor]]()
-        self._aside = list[tuple[ShardedTensor, Tensor | None, dict[int, Any] | None]]()
-        for leaf in with_hooks(leaves):
-            self._aside.append((leaf, leaf.grad, hooks := accumulation_hooks(leaf)))
-            leaf.grad = None
-            if hooks:
-                set_accumulation_hooks(leaf, OrderedDict())
-
-    def use(self, leaf: ShardedTensor) -> None:
-        """Record that this rank has a gradient of a parameter."""
-        self._used.add(id(leaf))
-
-    def fill(self, leaf: ShardedTensor) -> None:
-        """Record that zeros stand for a gradient that this rank does not have."""
-        if id(leaf) not in self._filled:
-            self._filled[id(leaf)] = leaf.grad is not None
-
-    def add_rows(self, leaf: ShardedTensor, reduced: DTensor) -> None:
-        """Take the reduced gradient of a use outside of units, which all ranks have."""
-        rows, (_, before) = rows_of(reduced), self._direct.get(id(leaf), (leaf, None))
-        self._direct[id(leaf)] = leaf, rows if before is None else before.add_(rows)
-        self.use(leaf)
-
-    def refuse_late_hooks(self) -> None:
-        """Raise if a parameter got a hook in the backward, which torch has called for a part of the gradient or not."""
-        aside = {id(leaf) for leaf, _, _ in self._aside}
-        for leaf in with_hooks(self._leaves):
-            if id(leaf) not in aside or accumulation_hooks(leaf):
-                refuse(self._units[id(leaf)], "has a parameter that got a hook in a backward")
-
-    @property
-    def unused(self) -> set[int]:
-        """The ids of parameters whose gradients are nothing but zeros that this rank has filled in."""
-        return {number for number, had in self._filled.items() if not had and number not in self._used}
-
-    def remove_unused(self, axes: Sequence[Peers]) -> None:
-        """Remove the gradients that no rank has computed. Collective: every rank of the axes must call it."""
-        unused = self.unused
-        used = torch.tensor([id(leaf) not in unused for leaf in self._leaves], dtype=torch.uint8)
-        for peers in axes:
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
-        for leaf, is_used in zip(self._leaves, used.tolist(), strict=True):
-            if not is_used:
-                leaf.grad = None
-
-    def restore(self) -> list[tuple[ShardedTensor, Tensor | None]]:
+    def _restore(self, backward: BackwardPass) -> list[tuple[ShardedTensor, Tensor | None]]:
         """Complete the gradients of parameters without hooks, and restore the hooks of others.
 
         Returns:
             The parameters with hooks that have got a gradient, and the earlier gradients, which are not added yet.
         """
-        for leaf, rows in self._direct.values():
+        for number, rows in backward.rows.items():
+            leaf = self.units[number][0]
             _add_gradient(leaf, new_like(leaf, rows))
         hooked = []
-        for leaf, before, hooks in reversed(self._aside):
+        for leaf, before, hooks in reversed(backward.aside):
             if hooks:
                 set_accumulation_hooks(leaf, hooks)
             if leaf.grad is None:

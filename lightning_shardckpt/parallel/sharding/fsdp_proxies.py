@@ -19,7 +19,7 @@ User code that torch's engine would run differently from a single process is ref
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class FSDPProxy:
         passes: records the forwards and backwards of all proxies.
         named: the parameters, each with the name of its unit; a shared one several times.
         device: where parameters are gathered.
-        cast_to: the dtype of autocast to gather in; None for the dtype of the parameters.
+        cast_to: the dtype of autocast to gather in, also an attribute; None for the dtype of the parameters.
         reduce_dtype: the dtype in which gradients are reduced; None for the dtype of the parameters.
         options: further arguments of ``fully_shard``.
     """
@@ -96,7 +96,7 @@ class FSDPProxy:
         reduce_dtype: torch.dtype | None,
         **options: Any,
     ) -> None:
-        self._passes, self._device, self._cast_to = passes, device, cast_to
+        self.cast_to, self._passes, self._device = cast_to, passes, device
         self._leaves = [*{id(leaf): leaf for _, leaf in named}.values()]
         names = {id(leaf): name for name, leaf in reversed(named)}  # the first of several units
         self._names = [names[id(leaf)] for leaf in self._leaves]
@@ -108,14 +108,15 @@ class FSDPProxy:
         fully_shard(module, mp_policy=policy, **options)
         units = dict.fromkeys(name for name, _ in named)
         if device.type == "cpu":
-            module.set_custom_all_gather(_AnnouncedGather(passes.peers[0], ", ".join(units)))
-            module.set_custom_reduce_scatter(_AnnouncedReduction(passes.peers[0], ", ".join(units)))
+            announced = _Announced(passes.peers[0], ", ".join(units))
+            module.set_custom_all_gather(announced)
+            module.set_custom_reduce_scatter(announced)
         self.module, self._has_several = module, len(units) > 1
         slots: Any = parameter_slots(module)
         self._slots: dict[str, Any] = slots  # in the order of the parameters, sharded or gathered
         self._slots.update((str(n), leaf) for n, leaf in enumerate(self._leaves))
         self._wholes = list[Any]()
-        self._take_shards()
+        module.load_state_dict({}, strict=False)  # lets torch use the memory of the leaves
         self._gathered = self._leaf_states()
         self._at_step: Any = None
         self._token: Tensor | None = None
@@ -123,17 +124,12 @@ class FSDPProxy:
         self._entered = set[str]()  # the units that the running backward has reached
         passes.on_end.append(self._end_backward)
         for leaf, name in zip(self._leaves, self._names, strict=True):
-            passes.add(leaf, name)
-            leaf.__dict__[RECEIVER] = partial(self._receive, leaf)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it gathers in the dtype of autocast."""
-        return self._cast_to is not None
+            passes.units[id(leaf)] = leaf, name
+            leaf.__dict__[RECEIVER] = partial(passes.add_rows, leaf)
 
     def select(self, leaves: Sequence[ShardedTensor]) -> list[ShardedTensor]:
         """Return the parameters that this proxy can gather for the next forward."""
-        if self._cast_to is not None and not is_autocast(self._device, self._cast_to):
+        if self.cast_to is not None and not is_autocast(self._device, self.cast_to):
             return []
         return [leaf for leaf in leaves if id(leaf) in self._numbers and rows_of(leaf).dtype == self._dtype]
 
@@ -142,15 +138,6 @@ class FSDPProxy:
     @property
     def _is_gathered(self) -> bool:
         return self._slots["0"] is not self._leaves[0]
-
-    def _take_shards(self) -> None:
-        """Let torch use the memory of the leaves, as after a load of a state dict."""
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        try:
-            self.module.load_state_dict({}, strict=False)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def _leaf_states(self) -> list[tuple[int, tuple[int, int], bool]]:
         """Return keys that change with the memory, values and requires_grad of the leaves."""
@@ -175,7 +162,7 @@ class FSDPProxy:
                 return
             self.free()
         if any((now[0], now[1][1]) != (then[0], then[1][1]) for now, then in zip(state, self._gathered, strict=True)):
-            self._take_shards()
+            self.module.load_state_dict({}, strict=False)
             state = self._leaf_states()  # torch moves rows that it pads to new memory
         self._gathered = state
         if torch.is_inference_mode_enabled():  # torch's buffers must not be inference tensors
@@ -186,14 +173,17 @@ class FSDPProxy:
 
     # --- forward ---
 
-    def run(self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any]) -> Any:
-        """Run ``body``, a unit's forward, within the proxy's, with ``leaves`` from `select` gathered."""
+    def run(
+        self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any], others: Gathered
+    ) -> Any:
+        """Run ``body``, a unit's forward, within the proxy's, with ``leaves`` from `select` gathered, beside others."""
         numbers = self._begin(leaves)
+        run_inside = partial(self._run_inside, numbers, inputs, body, others)
         token = self._token if self._has_several and torch.is_grad_enabled() and not in_backward() else None
         if token is not None and self._is_gathered:  # within another forward of this step, for autograd
-            outputs, has_backward = self._run_inside(numbers, inputs, body, token), True
+            outputs, has_backward = run_inside(token), True
         else:
-            outputs, has_backward = self._call_module(partial(self._run_inside, numbers, inputs, body))
+            outputs, has_backward = self._call_module(run_inside)
         if has_backward:  # gather again when a backward reaches one of the outputs
             before = partial(self._before_backward, numbers)
             for tensor in tree_leaves(outputs):
@@ -238,7 +228,9 @@ class FSDPProxy:
             self._torch_before_backward = output.hook
         return call.result(), has_backward
 
-    def _run_inside(self, numbers: Sequence[int], inputs: Any, body: Callable[[Gathered], Any], token: Tensor) -> Any:
+    def _run_inside(
+        self, numbers: Sequence[int], inputs: Any, body: Callable[[Gathered], Any], others: Gathered, token: Tensor
+    ) -> Any:
         self._wholes, copies = [*self._slots.values()], False
         storages = [local_tensor(self._wholes[n]).untyped_storage() for n in numbers]
         before = [*map(storage_uses, storages)]
@@ -247,7 +239,7 @@ class FSDPProxy:
             self._free_before(inputs)
         seen = self._as_seen(numbers, token, copies=copies)
         references = [ref(gathered.whole) for gathered in seen.values()]
-        outputs = body(seen)
+        outputs = body(others | seen)
         del seen  # so that nothing uses the memory any more
         for release in (lambda: None, partial(copy_memory, references), gc.collect):
             release()
@@ -265,9 +257,10 @@ class FSDPProxy:
         The gradients of parameters in the dtype of autocast keep the dtype of the parameters.
         """
         own = [self._wholes[n] for n in numbers]
-        wholes = [self._share(n, copies=copies) for n in numbers]
+        memories = [local_tensor(whole).data for whole in own]  # no views, so that they may be changed
+        wholes = [self._items[n].wrap(m.clone() if copies else m) for n, m in zip(numbers, memories, strict=True)]
         exposed: Sequence[Tensor] = wholes
-        if self.is_cast:
+        if self.cast_to is not None:
             exposed = [torch.empty((), dtype=self._dtype, device=p.device).expand(p.shape) for p in own]
             for parameter in own:
                 parameter.grad_dtype = self._dtype
@@ -278,16 +271,11 @@ class FSDPProxy:
         seen = Gathered()
         for n, whole, history in zip(numbers, wholes, exposed, strict=True):
             leaf, regather = self._leaves[n], partial(self._memory, n)
-            if self.is_cast:
+            if self.cast_to is not None:
                 seen[id(leaf)] = GatheredByFSDP(whole, regather, CastWeight(whole, history, version_key(leaf)))
             else:
                 seen[id(leaf)] = GatheredByFSDP(as_gathered(history, leaf), regather, None)
         return seen
-
-    def _share(self, number: int, *, copies: bool) -> Tensor:
-        """Return a new tensor over torch's memory, or a copy."""
-        memory = local_tensor(self._wholes[number]).data  # no view, so that it may be changed; has its own version
-        return self._items[number].wrap(memory.clone() if copies else memory)
 
     def _free_before(self, inputs: Any) -> None:
         """Free frozen parameters when a backward has the gradients of the inputs; torch would at its end."""
@@ -322,12 +310,6 @@ class FSDPProxy:
         memory: Tensor = self._wholes[number].detach()
         return memory.clone() if torch.is_grad_enabled() else memory  # a graph of second derivatives keeps it
 
-    def _receive(self, leaf: ShardedTensor, reduced: DTensor | None) -> None:
-        """Take the reduced gradient of a use outside of units; None if no rank has one. Called in a backward."""
-        backward = self._passes.begin_backward()
-        if reduced is not None:
-            backward.add_rows(leaf, reduced)
-
     def _end_backward(self, failed: bool) -> None:
         """End the step of this proxy: the next forward gathers again. If it failed, discard unreduced gradients."""
         self._token = None
@@ -356,10 +338,10 @@ class FSDPProxy:
             if not whole.requires_grad:
                 gradient = None
             elif gradient is None:
-                backward.fill(self._leaves[n])
+                backward.filled.setdefault(id(self._leaves[n]), self._leaves[n].grad is not None)
                 gradient = torch.full_like(whole, -0.0, dtype=self._dtype)  # -0.0 + x has the bits of x
             else:
-                backward.use(self._leaves[n])
+                backward.used.add(id(self._leaves[n]))
                 if self._items[n].partial is not None:
                     gradient = gradient.clone()
                     dist.all_reduce(gradient, group=self._items[n].partial)
@@ -423,24 +405,18 @@ class Call:
             self._error = None  # its traceback has this frame: what it holds would live until a collection of garbage
 
 
-class ProxyRoot(nn.Module):
-    def __init__(self, proxies: Any) -> None:
+class ProxyModule(nn.Module):
+    """A module of ``fully_shard``, with parameters, or, as the root, with proxies; the root's forward has no token."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = (), proxies: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.proxies = nn.ModuleList(proxies)
-
-    def forward(self, call: Call) -> None:
-        call.run(None)
-
-
-class ProxyModule(nn.Module):
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
         for n, parameter in enumerate(parameters):
             self.register_parameter(str(n), parameter)
 
-    def forward(self, token: Tensor, call: Call) -> _Output | None:
+    def forward(self, token: Tensor | None, call: Call) -> _Output | None:
         call.run(token)
-        return _Output.on(token.device) if torch.is_grad_enabled() else None
+        return None if token is None or not torch.is_grad_enabled() else _Output.on(token.device)
 
 
 class _Output(Tensor):
@@ -460,37 +436,29 @@ class _Output(Tensor):
         self.hook = hook
 
 
-# On CPUs, ranks announce a collective that differs from the previous step's: gloo aborts, or mixes memory, if the ranks
-# enter different ones. On other devices torch's own collectives run, and the ranks compare after each backward.
-
-
 @dataclass(frozen=True)
 class _Announced:
+    """The collectives of a proxy on CPUs, for ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+
+    Ranks announce one that differs from the previous step's: gloo aborts, or mixes memory, if they enter different
+    ones. On other devices torch's own collectives run, and the ranks compare after each backward.
+    """
+
     peers: Peers
-    purpose: str
+    units: str
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-
-class _AnnouncedGather(_Announced):
-    """An all-gather for ``set_custom_all_gather``."""
-
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any = None, async_op: Any = None
     ) -> None:
-        self.peers.enter(self.purpose)
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        self.peers.wait(work, self.purpose)
-
-
-class _AnnouncedReduction(_Announced):
-    """A reduce-scatter for ``set_custom_reduce_scatter``."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        purpose = f"the gradients of {self.purpose}"
+        if op is None:
+            self.peers.enter(self.units)
+            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+            self.peers.wait(work, self.units)
+            return
+        purpose = f"the gradients of {self.units}"
         self.peers.enter(f"{purpose}, {input_tensor.numel()} elements")
         # gloo's reduce_scatter does the same, but can't be waited for with a timeout
         self.peers.wait(dist.all_reduce(input_tensor, group=group, async_op=True), purpose)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_shardckpt.compat.torch_modules import has_compiled, parameter_slots
 from lightning_shardckpt.parallel.sharding.backward_pass import Passes
-from lightning_shardckpt.parallel.sharding.fsdp_proxies import Call, FSDPProxy, ProxyRoot
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import Call, FSDPProxy, ProxyModule
 from lightning_shardckpt.parallel.tensors.gathered_weights import LAYERS
 from lightning_shardckpt.parallel.tensors.placement import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -110,7 +110,7 @@ class Engine:
         for proxy in self._proxies:
             proxy.begin_step()
         call = Call(lambda _: step())
-        self._root(call)
+        self._root(None, call)
         if not torch.is_grad_enabled():  # there is no backward that frees them
             for proxy in self._proxies:
                 proxy.free()
@@ -139,8 +139,8 @@ class Engine:
                 for name in dict.fromkeys(name for name, _ in named):
                     self._by_unit[name].append(proxy)
             del self._module
-            self._root = fully_shard(ProxyRoot(proxy.module for proxy in self._proxies), mesh=self._mesh)
-            self._root(Call(lambda _: None))  # the first forward makes it the root
+            self._root = fully_shard(ProxyModule(proxies=[proxy.module for proxy in self._proxies]), mesh=self._mesh)
+            self._root(None, Call(lambda _: None))  # the first forward makes it the root
             self._passes.on_end.append(lambda failed: self._root.reset_iter_state() if failed else None)
 
     def _group_parameters(self) -> dict[Any, list[tuple[str, ShardedTensor]]]:

@@ -95,9 +95,6 @@ class _Call(NamedTuple):
     compiler: Any
 
 
-_MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch's dispatch for DTensors
-
-
 class UnitForward:
     """The forward of a unit, which gathers its parameters.
 
@@ -152,17 +149,8 @@ class UnitForward:
             body = partial(self._run_beside, call)
             is_compiled = compiler is not None or self._is_compiled
             for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
-                body = partial(_run_in_proxy, proxy, selected, (args, kwargs), body)
+                body = partial(proxy.run, selected, (args, kwargs), body)
             return body({})
-        except RuntimeError as error:
-            if _MIXED not in str(error):
-                raise
-            raise UnsupportedCodeError(
-                f"{self.unit.name} computes with a plain tensor beside a DTensor: tensor_parallel_plan shards a module "
-                "in it that has plain tensors, too, such as the masks of ModelPruning and torch.nn.utils.prune, or a "
-                "whole parameter that was assigned. Copy values into the parameters that are there (load_state_dict "
-                "without assign=True, weight.data.copy_), or leave that module out of tensor_parallel_plan."
-            ) from error
         finally:
             set_frame_callback(compiler)
 
@@ -236,15 +224,9 @@ def _select_proxies(
     proxies = [
         (proxy, proxy.select(leaves))
         for proxy in unit.engine.proxies_of(unit.name)
-        if not (is_compiled and proxy.is_cast)  # cast_arguments does not run in compiled code
+        if not (is_compiled and proxy.cast_to is not None)  # cast_arguments does not run in compiled code
     ]
     return [(proxy, selected) for proxy, selected in proxies if selected]
-
-
-def _run_in_proxy(
-    proxy: FSDPProxy, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any], others: Gathered
-) -> Any:
-    return proxy.run(leaves, inputs, lambda gathered: body({**others, **gathered}))
 
 
 def _gather(unit: Unit, leaf: ShardedTensor) -> Tensor:
