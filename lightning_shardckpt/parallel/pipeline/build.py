@@ -29,7 +29,7 @@ from lightning_shardckpt.parallel.pipeline.runner import LossOf, PipelineRunner
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan, Where, plan_stages
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
-from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import PIPELINES
 from lightning_shardckpt.system.random_generators import GENERATORS
@@ -145,7 +145,11 @@ class StagedModule:
         Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
         """
         ranks = {name: frozenset(map(self.schedule.rank_of, stages)) for name, stages in self.holders.items()}
-        groups = build_sharing_groups(ranks.values(), self.meshes)
+        pipelines = self.meshes.root.mesh.flatten(1).T.tolist()  # world ranks of each pipeline, in order of its stages
+        groups = {frozenset(range(self.meshes.topology.pipeline)): self.meshes.pipeline_group}
+        for some in sorted({some for some in ranks.values() if len(some) > 1} - groups.keys(), key=sorted):
+            each = [[pipeline[rank] for rank in sorted(some)] for pipeline in pipelines]
+            groups[some], _ = dist.new_subgroups_by_enumeration(each)
         owned = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
         return [(owned[name], groups[ranks[name]]) for name in sorted(owned) if len(ranks[name]) > 1]
 

@@ -165,7 +165,7 @@ class PipelineRunner:
             with self._gradients.no_sync():
                 self._kept.reduce()
             # A gradient of a shared parameter on one rank means that all its ranks will have one.
-            return self.absent.gradient_flags(lambda p: has_gradient(p) or self._gradients.has_earlier(p))
+            return self.absent.gradient_flags(lambda p: has_gradient(p) or self._gradients.set_aside.get(p) is not None)
 
         alone = self._gradients.has_stage_alone
         self._gradients.begin_passes()

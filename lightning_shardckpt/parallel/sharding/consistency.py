@@ -1,8 +1,8 @@
 """Checks that ranks have equal batches, losses, draws and gradients, and that they run as many steps.
 
-Different batches, or a replicated parameter whose gradient covers only a part of the heads, silently make training
-wrong. Both can be detected at little cost in the first batch of an epoch and the first backward of a run. If a check of
-any group fails, every rank of the world raises an UnsupportedCodeError, unless the check says otherwise.
+They detect at little cost what would silently make training wrong, such as a replicated parameter whose gradient covers
+only a part of the heads. If a check of any group fails, every rank of the world raises an UnsupportedCodeError, unless
+the check says otherwise.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ SAME_SAMPLES = (
 def check_batch(batch: Any, group: dist.ProcessGroup, *, of_all_groups: bool = True) -> None:
     """Check that the ranks of ``group`` have equal batches, by shapes and checksums of tensors.
 
-    Collective: every rank of the world must call it; without ``of_all_groups``, every rank of ``group``, which alone
-    raises.
+    Collective: every rank of the world must call it; without ``of_all_groups``, every rank of ``group``; these raise.
     """
     digest, on_gpu = fingerprint([item for item in _contents(batch) if isinstance(item, Tensor)])
     every = gather_numbers(torch.tensor([digest, 0 if on_gpu is None else int(on_gpu.read())]), group)

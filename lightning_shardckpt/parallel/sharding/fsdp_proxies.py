@@ -451,7 +451,12 @@ class _Announced:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any = None, async_op: Any = None
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any = None,
+        async_op: Any = None,
     ) -> None:
         if op is None:
             self.peers.enter(self.units)

@@ -1,10 +1,9 @@
 """Synchronization of the gradients of one sharded module.
 
 Gradients of sharded parameters are reduced by the backward of their gather. Gradients of replicated parameters are
-reduced when a backward ends, many in one buffer; until then, user code may not use them. Two kinds are reduced
-immediately, one by one: gradients of parameters with hooks of the user, which must get the gradient of all batches, and
-gradients that ``torch.autograd.grad`` returns or that are differentiated. Gradients of parameters on several pipeline
-stages are summed after all passes of a step.
+reduced when a backward ends, many in one buffer; until then, user code may not use them. Those that user code gets
+earlier are reduced immediately, one by one: for hooks, by ``torch.autograd.grad``, or to be differentiated. Gradients of
+parameters on several pipeline stages are summed after all passes of a step.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ from lightning_shardckpt.parallel.tensors.values import (
 
 
 class Reduction(NamedTuple):
-    """How gradients are reduced.
-
-    The sum over ``group`` is multiplied by ``scale``. The dtype of the sums is the one of the gradients if it is None,
-    but at least float32.
-    """
+    """A sum over ``group``, times ``scale``. A dtype of None is that of the gradients, but at least float32."""
 
     group: dist.ProcessGroup
     scale: float
@@ -181,6 +176,7 @@ class GradientSync:
 
     Attributes:
         adopted: plain parameters that the module got after it was sharded.
+        set_aside: gradients of shared parameters from before the passes of a pipeline step.
         has_stage_alone: whether each pipeline stage is one rank, so that only `finish_passes` communicates.
         is_blocked: whether a backward only accumulates.
     """
@@ -201,9 +197,8 @@ class GradientSync:
         self._mean = Reduction(meshes.data_parallel_group, 1 / ranks, reduce_dtype) if ranks > 1 else None
         self._fsdp: list[Any] = list(fsdp_modules(root))  # FSDPModule does not declare the methods of nn.Module
         self._replicated, self._changed = list[nn.Parameter](), set[int]()
-        self._queued: Callable[[], object] = lambda: None
-        """A weak reference to the function that the running backward calls at its end."""
-        self._before: dict[nn.Parameter, Tensor | None] = {}
+        self._queued: Callable[[], object] = lambda: None  # a weak reference to what the running backward calls last
+        self.set_aside: dict[nn.Parameter, Tensor | None] = {}
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
         self._adopts, self._checked, self.is_blocked = True, False, False
         self._is_pipelined = topology.pipeline > 1
@@ -211,21 +206,14 @@ class GradientSync:
         managed = {id(p) for module in self._fsdp for p in module.parameters() if isinstance(p, DTensor)}
         for name, parameter in root.named_parameters():
             if isinstance(parameter, ShardedTensor):
-                self._keep_part(parameter)
+                if sharding_of(parameter).batches == 1 and not self._is_pipelined and _is_trainable(parameter):
+                    _keep_part(parameter)
             elif id(parameter) not in managed:
                 group = self._tensor_group if name in partial else None
                 self._reduce_later(parameter, [] if group is None else [Reduction(group, 1, reduce_dtype)])
         _watch_for_new_parameters(root, self._adopt)
 
     # --- replicated parameters ---
-
-    def _keep_part(self, leaf: Any) -> None:
-        """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
-        if sharding_of(leaf).batches == 1 and not self._is_pipelined and _is_trainable(leaf):
-            mark_part(leaf)
-            with _trained(leaf), without_torch_function():
-                handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
-            _put_first(gradient_hooks(leaf), handle)
 
     def _reduce_later(self, parameter: nn.Parameter, sums: Sequence[Reduction] = ()) -> None:
         """Reduce the gradients of a parameter: plain, or a DTensor of a tensor-parallel plan.
@@ -264,7 +252,7 @@ class GradientSync:
             if type(parameter.grad) is Tensor:
                 parameter.grad.__class__ = _LocalGradient
             if not self.is_blocked and self._queued() is None:
-                finish = partial(self._reduce_replicated)
+                finish = partial(self._reduce_replicated)  # which the engine drops if the backward fails
                 self._queued = ref(finish)
                 after_backward(finish)
 
@@ -272,8 +260,9 @@ class GradientSync:
         """Reduce the gradients that any rank has changed. Collective: every data-parallel rank must call it."""
         if self._mean is not None and not self.is_blocked:
             changed, self._changed = self._changed, set()
-            has_changed = lambda p: id(p) in changed and p.grad is not None  # noqa: E731
-            _reduce_together(self._replicated, self._mean, has_changed, self._device)
+            _reduce_together(
+                self._replicated, self._mean, lambda p: id(p) in changed and p.grad is not None, self._device
+            )
 
     # --- parameters that the module gets later ---
 
@@ -318,13 +307,13 @@ class GradientSync:
 
     def reset(self) -> None:
         """Discard the state of a step that raised an error and ended the run, and gradients that are not reduced."""
-        self._before.clear()
+        self.set_aside.clear()
         for parameter in self._replicated:
             if type(parameter.grad) is _LocalGradient:
                 parameter.grad = None
 
     def _check(self) -> None:
-        """Compare the gradients of replicated parameters over tensor-parallel ranks, in the first complete backward."""
+        """Compare the gradients of replicated parameters over tensor-parallel ranks, after the first whole backward."""
         if not self._checked and not self.is_blocked and self._tensor_group is not None:
             self._checked = True
             check_gradients(self._root, self._tensor_group)
@@ -334,12 +323,8 @@ class GradientSync:
     def begin_passes(self) -> None:
         """Set aside the reduced gradients of shared parameters before the passes of a pipeline step."""
         for parameter, _ in self._shared:
-            if parameter not in self._before:
-                self._before[parameter], parameter.grad = parameter.grad, None
-
-    def has_earlier(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient of the parameter is set aside."""
-        return self._before.get(parameter) is not None
+            if parameter not in self.set_aside:
+                self.set_aside[parameter], parameter.grad = parameter.grad, None
 
     def finish_passes(self) -> None:
         """Synchronize gradients after the backward passes of a pipeline step, which ran within `no_sync`, or of a run.
@@ -352,11 +337,19 @@ class GradientSync:
         for group in dict.fromkeys(group for _, group in self._shared):
             shared, reduction = [p for p, of in self._shared if of is group], Reduction(group, 1, self._dtype)
             _reduce_together(shared, reduction, lambda p: p.grad is not None, self._device, asks_host=True)
-        for parameter, before in self._before.items():
+        for parameter, before in self.set_aside.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        self._before.clear()
+        self.set_aside.clear()
         self._check()
+
+
+def _keep_part(leaf: Any) -> None:
+    """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
+    mark_part(leaf)
+    with _trained(leaf), without_torch_function():
+        handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
+    _put_first(gradient_hooks(leaf), handle)
 
 
 def average_gradients_of_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
@@ -387,24 +380,6 @@ def _put_first(hooks: dict[int, Any] | None, handle: RemovableHandle) -> None:
     own, others = hooks.pop(handle.id), dict(hooks)
     hooks.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
     hooks.update({handle.id: own, **others})
-
-
-def build_sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:
-    """Return a process group for each set of pipeline ranks that this rank is in.
-
-    Collective: every rank of the world must call it, with the same sets.
-    """
-    groups: dict[frozenset[int], dist.ProcessGroup] = {}
-    pipelines = meshes.root.mesh.flatten(1).T.tolist()  # world ranks of each pipeline, in order of its stages
-    for pipeline_ranks in sorted(set(ranks), key=sorted):
-        if len(pipeline_ranks) == meshes.topology.pipeline:
-            groups[pipeline_ranks] = meshes.pipeline_group
-        elif len(pipeline_ranks) > 1:
-            for pipeline in pipelines:
-                group = dist.new_group(members := [pipeline[rank] for rank in sorted(pipeline_ranks)])
-                if dist.get_rank() in members:
-                    groups[pipeline_ranks] = group
-    return groups
 
 
 def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:

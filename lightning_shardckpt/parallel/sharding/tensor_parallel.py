@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
@@ -29,7 +29,6 @@ from lightning_shardckpt.compat.torch_modules import (
     compiled_from,
     is_compiled,
     keep_hooks,
-    mix_in,
     parameter_slots,
     result_hooks,
     without_global_hooks,
@@ -88,15 +87,10 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
 
     Raises:
         TopologyError: if a pattern matches nothing, a style is unknown or a width doesn't divide over ``size`` ranks.
+        ImportError: if ``plan`` is a name that can't be imported; or as ``pkgutil.resolve_name``.
     """
     if isinstance(plan, str) and plan != "auto":
-        try:
-            plan = pkgutil.resolve_name(plan)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise TopologyError(
-                f'tensor_parallel_plan: cannot import {plan!r} ({error}); give "auto", a dict of module pattern to '
-                "style, or the import path of a function of (module, tensor_mesh)"
-            ) from error
+        plan = pkgutil.resolve_name(plan)
     if callable(plan):
         return TensorPlan(apply=plan)
     if not isinstance(plan, str | Mapping):
@@ -252,11 +246,10 @@ def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
         )
 
 
-# A plan names the modules that adapters wrap. A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its
-# base layer. A column-wise base layer has its whole input on every rank: ``lora_A`` is replicated, and ``lora_B`` is
-# sharded like the base layer, so that the outputs fit. A row-wise base layer has a part of the input: ``lora_A`` is
-# sharded like the base layer, with a sum over the ranks as small as the rank of the adapter, and ``lora_B`` is
-# replicated. PEFT is not imported: its layers are recognized by their attributes.
+# A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of the base layer that a plan names. Of a column-wise
+# one, ``lora_B`` is sharded alike, so that the outputs fit. Of a row-wise one, which has a part of the input, ``lora_A``
+# is, with a sum over the ranks as small as the rank of the adapter. The other is replicated. PEFT is not imported: its
+# layers are recognized by their attributes.
 
 
 def _styles_inside_adapters(
@@ -308,19 +301,15 @@ class _SharedDropout(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__dict__["_shardckpt_columns"] = device_mesh.size(), device_mesh.get_local_rank()
-        mix_in(module, _DropoutOfColumns)
+        ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        def forward(dropout: Any, x: Tensor) -> Tensor:
+            width = x.shape[-1]
+            noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), dropout.p, dropout.training)
+            return x * noise.narrow(-1, rank * width, width)
+
+        module.__dict__["forward"] = MethodType(forward, module)  # a deep copy gets its own
         return module
-
-
-class _DropoutOfColumns(nn.Module):
-    """A mixin for dropout modules: draws for the columns of all ranks, and uses this rank's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        module: Any = self
-        (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
-        noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
-        return x * noise.narrow(-1, rank * width, width)
 
 
 # ── the check of a plan ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,10 +321,6 @@ class _DropoutOfColumns(nn.Module):
 # get a part are refused.
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; more than sums in another order differ
-_REMEDY = (
-    'Give the column-wise layers in it the style "colwise_gather_output" and the row-wise ones "rowwise_split_input", '
-    "or leave them out of tensor_parallel_plan."
-)
 
 
 def _makes_parts(style: ParallelStyle) -> bool:
@@ -362,7 +347,7 @@ def _watch_plan(
         kinds.setdefault((type(modules[name]), inside), name)
     for name in kinds.values():
         comparison = _Comparison(name, ref(modules[name]), root, hooks, mesh.get_group())
-        comparison.handle = modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
+        modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
 
 
 def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
@@ -403,28 +388,26 @@ class _Comparison:
     root: nn.Module
     hooks: Mapping[nn.Module, frozenset[int]]
     group: dist.ProcessGroup
-    handle: RemovableHandle | None = None
-    found: str = ""
+    found: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Comparison:
         return self
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.handle is None or block is not self.block():  # a deep copy of a block has this hook, too
+        if block is not self.block():  # a deep copy of a block has this hook, too
             return
-        if not self.found:
+        if self.found is None:
             difference = self._compare(block, args, kwargs)
-            if not any_rank(bool(difference), self.group):
-                self.handle.remove()
-                self.handle = None
-                return
-            self.found = (
+            is_found = any_rank(bool(difference), self.group)
+            self.found = (difference or "another rank found a difference") if is_found else ""
+        if self.found:
+            raise TopologyError(
                 f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
-                f"sharded: {difference or 'another rank found a difference'}. Between its column-wise and row-wise "
-                "layers a rank has a part of the columns, so a norm, a softmax, a chunk, or the number of columns is "
-                f"not the value of the whole. {_REMEDY}"
+                f"sharded: {self.found}. Between its column-wise and row-wise layers a rank has a part of the columns, "
+                "so a norm, a softmax, a chunk, or the number of columns is not the value of the whole. Give the "
+                'column-wise layers in it the style "colwise_gather_output" and the row-wise ones '
+                '"rowwise_split_input", or leave them out of tensor_parallel_plan.'
             )
-        raise TopologyError(self.found)
 
     @torch.no_grad()
     @without_modes()
@@ -449,7 +432,12 @@ class _Comparison:
         """Return a copy of the block in evaluation mode, without hooks of the user."""
         memo: dict[int, Any] = {id(self.root): self.root}
         if not sharded:
-            memo |= {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in block.parameters()}
+            leaves = {id(p): leaf_of(p) for p in block.parameters()}  # a unit around the block may have gathered it
+            wholes = {
+                n: gather_whole(p, "a check of the plan") if isinstance(p, ShardedTensor) else p.detach()
+                for n, p in leaves.items()
+            }
+            memo |= {n: nn.Parameter(whole, requires_grad=False) for n, whole in wholes.items()}
         copied: nn.Module = deepcopy(block, memo)
         for original, module in zip(block.modules(), copied.modules(), strict=True):
             keep_hooks(module, self.hooks.get(original, frozenset()) if sharded else frozenset())
@@ -460,22 +448,17 @@ def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: di
     """Return the floating-point outputs of a copy of a block, run with copies of the arguments in ``dtype``."""
     if any(p.dtype != dtype for p in block.parameters() if p.is_floating_point()):
         block.to(dtype)
-    own_args, own_kwargs = tree_map(partial(_copy_argument, dtype), (args, kwargs))
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
+        return deepcopy(value)
+
+    own_args, own_kwargs = tree_map(copy, (args, kwargs))
     set_rng_state(state)
     with torch.autocast(next(block.parameters()).device.type, enabled=False), without_global_hooks():
         outputs = block(*own_args, **own_kwargs)
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    leaf = leaf_of(parameter)  # a unit around the block may have gathered it
-    return gather_whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
-
-
-def _copy_argument(dtype: torch.dtype, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
-    return deepcopy(value)
 
 
 def _describe_difference(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
