@@ -26,8 +26,15 @@ from lightning_shardckpt.parallel.sharding.fqn import (
     select_modules,
     tied_state,
 )
-from lightning_shardckpt.parallel.sharding.fsdp import FSDP, choose_units, fsdp_modules, reshard, units_around
-from lightning_shardckpt.parallel.sharding.fsdp_root import Engine, Unit
+from lightning_shardckpt.parallel.sharding.fsdp import (
+    FSDP,
+    Engine,
+    Unit,
+    choose_units,
+    fsdp_modules,
+    reshard,
+    units_around,
+)
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions

@@ -149,7 +149,7 @@ class StagedModule:
         groups = {frozenset(range(self.meshes.topology.pipeline)): self.meshes.pipeline_group}
         for some in sorted({some for some in ranks.values() if len(some) > 1} - groups.keys(), key=sorted):
             each = [[pipeline[rank] for rank in sorted(some)] for pipeline in pipelines]
-            groups[some], _ = dist.new_subgroups_by_enumeration(each)
+            groups[some], _ = dist.new_subgroups_by_enumeration(each)  # type: ignore[no-untyped-call]  # torch's
         owned = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
         return [(owned[name], groups[ranks[name]]) for name in sorted(owned) if len(ranks[name]) > 1]
 

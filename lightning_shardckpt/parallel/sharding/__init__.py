@@ -4,7 +4,7 @@ The input is a module and a plan. Nothing here knows pipelines or checkpoints.
 
 A step runs through these files:
 
-1. ``shard_model.ShardedModule.run`` enters the root module of ``fully_shard`` (``fsdp_root.Engine.run``).
+1. ``shard_model.ShardedModule.run`` enters the root module of ``fully_shard`` (``fsdp.Engine.run``).
 2. The forward of a unit (``units.UnitForward``) gathers parameters through proxies (``fsdp_proxies.FSDPProxy.run``),
    replaces the sharded ones, runs the original forward, and puts the sharded ones back. A parameter that code uses
    elsewhere, or in another dtype, is gathered by itself (``tensors.values.gather_whole``).

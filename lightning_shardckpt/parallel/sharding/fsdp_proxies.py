@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor, rows_of
 from lightning_shardckpt.compat.torch_autograd import in_backward

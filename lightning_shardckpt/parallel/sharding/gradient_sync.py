@@ -2,8 +2,8 @@
 
 Gradients of sharded parameters are reduced by the backward of their gather. Gradients of replicated parameters are
 reduced when a backward ends, many in one buffer; until then, user code may not use them. Those that user code gets
-earlier are reduced immediately, one by one: for hooks, by ``torch.autograd.grad``, or to be differentiated. Gradients of
-parameters on several pipeline stages are summed after all passes of a step.
+earlier, in hooks or by ``torch.autograd.grad``, are reduced immediately, one by one. Gradients of parameters on several
+pipeline stages are summed after all passes of a step.
 """
 
 from __future__ import annotations

@@ -246,10 +246,10 @@ def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
         )
 
 
-# A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of the base layer that a plan names. Of a column-wise
-# one, ``lora_B`` is sharded alike, so that the outputs fit. Of a row-wise one, which has a part of the input, ``lora_A``
-# is, with a sum over the ranks as small as the rank of the adapter. The other is replicated. PEFT is not imported: its
-# layers are recognized by their attributes.
+# A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of the base layer that a plan names. With a column-wise
+# one, ``lora_B`` is sharded alike, so that the outputs fit. With a row-wise one, which has a part of the input,
+# ``lora_A`` is, with a sum over the ranks as small as the rank of the adapter. The other is replicated. PEFT is not
+# imported: its layers are recognized by their attributes.
 
 
 def _styles_inside_adapters(

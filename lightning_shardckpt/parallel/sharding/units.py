@@ -52,8 +52,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.fsdp import Unit, own_modules
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import FSDPProxy, Gathered
-from lightning_shardckpt.parallel.sharding.fsdp_root import Unit, own_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
@@ -230,7 +230,7 @@ def _select_proxies(
 
 
 def _gather(unit: Unit, leaf: ShardedTensor) -> Tensor:
-    """Gather a parameter for a forward without torch's engine."""
+    """Gather a parameter without torch's engine."""
     with without_torch_function():
         return as_gathered(gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
 
@@ -277,11 +277,7 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
 
 
 def refuse_nested_tensors(root: nn.Module) -> None:
-    """Make nn.TransformerEncoder raise where it would use nested tensors on a single process.
-
-    For padded batches in evaluation, torch uses nested tensors, and returns zeros for padding; but not if parameters
-    have ``__torch_function__``.
-    """
+    """Make nn.TransformerEncoder raise where torch uses nested tensors, but not for sharded parameters."""
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.register_forward_pre_hook(_refuse_nested_tensors, with_kwargs=True)
