@@ -1,9 +1,8 @@
 """Clipping and unscaling of gradients with different shardings.
 
-``torch.nn.utils.clip_grad_norm_`` refuses a mix of plain tensors and DTensors, and DTensors of different meshes
-(torch 2.13). Here, every rank sums over its own memory with weight 1/k for an element that k ranks hold, and one
-all-reduce of a single number gives the norm. ``torch.amp.GradScaler`` does not support such a mix either, and each rank
-would skip a step only for its own infinities.
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` refuse a mix of plain tensors and DTensors (torch 2.13).
+Here, every rank sums over its own memory with weight 1/k for an element that k ranks hold, and one all-reduce of a
+single number gives the norm.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,8 @@ def _replica_count(tensor: Tensor, ranks: int) -> float:
     """Return how many of ``ranks`` processes hold each element of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return float(ranks)
-    parts = math.prod(
-        size
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        if not placement.is_replicate()
-    )
-    return ranks / parts
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return ranks / math.prod(size for size, placement in axes if not placement.is_replicate())
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -94,14 +91,10 @@ def clip_by_norm(
     norm = _norm_of(gradients, device=device, ranks_of=ranks_of, norm_type=norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of the gradients is {norm.item():g}, so they cannot be clipped")
-    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    scale_on = cache((max_norm / (norm + _EPSILON)).clamp(max=1.0).to)
     for _, gradient in gradients:
         local = local_tensor(gradient)
-        kind = local.device, local.dtype
-        if kind not in scales:
-            scales[kind] = scale.to(device=local.device, dtype=local.dtype)
-        local.mul_(scales[kind])
+        local.mul_(scale_on(local.device, local.dtype))
     return norm
 
 
@@ -123,8 +116,11 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> Ca
     def unscale_everywhere(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        any_inf = found_inf.to(device, copy=True)
-        for (grad_device, dtype), grads in _local_grads(optimizer).items():
+        any_inf, alike = found_inf.to(device, copy=True), defaultdict[Any, list[Tensor]](list)
+        for _, gradient in _gradients(p for group in optimizer.param_groups for p in group["params"]):
+            local = local_tensor(gradient)
+            alike[local.device, local.dtype].append(local)
+        for (grad_device, dtype), grads in alike.items():
             if dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
             own_inf = torch.zeros((), device=grad_device)
@@ -135,13 +131,3 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> Ca
         return {device: any_inf}
 
     return replace_unscale(scaler, unscale_everywhere)
-
-
-def _local_grads(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                grad = local_tensor(parameter.grad)
-                grads[grad.device, grad.dtype].append(grad)
-    return grads

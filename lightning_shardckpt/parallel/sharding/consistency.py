@@ -90,8 +90,7 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
 
 _SAME_STEPS = (
     "all ranks that share parameters must run as many steps, and all ranks in a validation during fit. Give every rank "
-    "as many batches, or limit them (limit_val_batches, limit_test_batches, limit_predict_batches) to the smallest "
-    "number"
+    "as many batches, or limit them (limit_val_batches, limit_test_batches, limit_predict_batches)"
 )
 
 
@@ -187,8 +186,6 @@ def _is_sharded(parameter: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether ``parameter`` is sharded over the ranks of ``group``."""
     if not isinstance(parameter, DTensor):
         return False
-    ranks = dist.get_process_group_ranks(group)
-    return any(
-        not placement.is_replicate() and dist.get_process_group_ranks(parameter.device_mesh.get_group(axis)) == ranks
-        for axis, placement in enumerate(parameter.placements)
-    )
+    groups = zip(parameter.device_mesh.get_all_groups(), parameter.placements, strict=True)
+    ranks = [dist.get_process_group_ranks(one) for one, placement in groups if not placement.is_replicate()]
+    return dist.get_process_group_ranks(group) in ranks

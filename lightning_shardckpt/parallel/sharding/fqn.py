@@ -21,8 +21,7 @@ from lightning_shardckpt.format.clean_fqn import (
     shared_names,
 )
 
-ABSENT = set[type]()
-"""Classes of parameters that stand for those of other ranks; a pipeline adds its placeholders."""
+ABSENT = set[type]()  # classes of parameters that stand for those of other ranks; a pipeline adds its placeholders
 
 
 def named_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -47,11 +46,8 @@ def are_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 def walk_modules(root: nn.Module, skip: Iterable[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules like ``named_modules``, except modules with ids in ``skip`` and modules only inside of these.
-
-    A loop, since steps call it: ``named_modules`` resumes a generator for each level of the tree.
-    """
-    seen, pending = set(skip), [("", root)]
+    """Yield modules like ``named_modules``, except modules with ids in ``skip`` and modules only inside of these."""
+    seen, pending = set(skip), [("", root)]  # a loop, since steps call it: recursive generators are slow
     while pending:
         name, module = pending.pop()
         if id(module) in seen:
@@ -91,7 +87,7 @@ def tied_state(root: nn.Module) -> list[tuple[str, ...]]:
 def matching_base_modules(modules: Iterable[str], pattern: str) -> list[str]:
     """Return the FQNs, of wrappers and wrapped modules, that ``pattern`` matches without the names that PEFT inserts.
 
-    So a plan for a model also fits the model with adapters. Empty if the pattern itself has names of PEFT.
+    Empty if the pattern itself has such names.
     """
     if names_peft_layers(pattern):
         return []

@@ -59,12 +59,9 @@ from lightning_shardckpt.parallel.tensors.values import (
 class GatheredByFSDP(NamedTuple):
     """A parameter that ``fully_shard`` has gathered."""
 
-    whole: Tensor
-    """The tensor for the forward, which stands for the sharded one."""
-    regather: Callable[[], Tensor]
-    """Returns the memory for a backward, gathered again if it was freed."""
-    cast: CastWeight | None
-    """``whole`` with its history, if it is gathered in the dtype of autocast; only some functions get it."""
+    whole: Tensor  # for the forward, in place of the sharded one
+    regather: Callable[[], Tensor]  # returns the memory for a backward, gathered again if it was freed
+    cast: CastWeight | None  # `whole` with its history, if it is in the dtype of autocast; only some functions get it
 
 
 Gathered = dict[int, GatheredByFSDP]
@@ -251,10 +248,7 @@ class FSDPProxy:
         return outputs
 
     def _as_seen(self, numbers: Sequence[int], token: Tensor, *, copies: bool) -> Gathered:
-        """Return gathered parameters for a forward, differentiable if gradients are enabled.
-
-        The gradients of parameters in the dtype of autocast keep the dtype of the parameters.
-        """
+        """Return gathered parameters for a forward, differentiable if gradients are enabled."""
         own = [self._wholes[n] for n in numbers]
         memories = [local_tensor(whole).data for whole in own]  # no views, so that they may be changed
         wholes = [self._items[n].wrap(m.clone() if copies else m) for n, m in zip(numbers, memories, strict=True)]
@@ -262,7 +256,7 @@ class FSDPProxy:
         if self.cast_to is not None:
             exposed = [torch.empty((), dtype=self._dtype, device=p.device).expand(p.shape) for p in own]
             for parameter in own:
-                parameter.grad_dtype = self._dtype
+                parameter.grad_dtype = self._dtype  # not that of autocast
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own):
             if not all(parameter.requires_grad for parameter in self._wholes):
                 token = token.detach().requires_grad_()  # a backward may need frozen ones after the others
@@ -286,11 +280,8 @@ class FSDPProxy:
     # --- backward ---
 
     def _before_backward(self, numbers: Sequence[int], gradient: Tensor | None, *, gathers: bool = True) -> None:
-        """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any.
-
-        The gradient of the output is None if only other outputs of its node have one.
-        """
-        if gradient is not None:
+        """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any."""
+        if gradient is not None:  # not only other outputs of the node have one
             refuse_batched(gradient)
         assert self._torch_before_backward is not None
         self.module.set_unshard_in_backward(gathers)
@@ -319,9 +310,9 @@ class FSDPProxy:
     def complete(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
     ) -> list[Tensor | None]:
-        """Return the gradients for torch to reduce; a missing one is filled with zeros, as other ranks may have it.
+        """Return the gradients for torch to reduce, in a backward; zeros for a missing one, which others may have.
 
-        Called in a backward, for each forward of the unit. ``copies``: whether the forward got copies.
+        ``copies``: whether the forward got copies.
         """
         if torch.is_grad_enabled():
             refuse(self._names[numbers[0]], "has parameters whose gradients are differentiated (create_graph=True)")
@@ -413,23 +404,19 @@ class ProxyModule(nn.Module):
         for n, parameter in enumerate(parameters):
             self.register_parameter(str(n), parameter)
 
-    def forward(self, token: Tensor | None, call: Call) -> _Output | None:
+    def forward(self, token: Tensor | None, call: Call) -> Any:
         call.run(token)
-        return None if token is None or not torch.is_grad_enabled() else _Output.on(token.device)
+        if token is None or not torch.is_grad_enabled():
+            return None
+        output = torch.empty(0, device=token.device, requires_grad=True)
+        output.__class__ = _Output  # as_subclass returns a view, and torch warns about hooks on views
+        return output
 
 
 class _Output(Tensor):
     """The output of a proxy module; it keeps the hook that torch registers for the backward."""
 
-    hook: Callable[[Tensor], Any] | None
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Output:
-        made = torch.empty(0, device=device, requires_grad=True)
-        made.__class__ = cls  # as_subclass returns a view, and torch warns about hooks on views
-        assert isinstance(made, cls)
-        made.hook = None
-        return made
+    hook: Callable[[Tensor], Any] | None = None
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook

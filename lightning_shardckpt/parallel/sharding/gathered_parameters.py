@@ -1,4 +1,4 @@
-"""Gathered parameters in the forward of a unit, and gathered parameters that several passes share."""
+"""Gathered parameters in the forward of a unit, after it, and for several passes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from lightning_shardckpt.parallel.tensors.values import absent_gradient
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
-_OWN = ("_leaf", "_compiled", "_touched", "_views", "_is_param")
-"""The attributes of a gathered parameter itself; all others are those of the sharded one."""
+_OWN = ("_leaf", "_compiled", "_touched", "_views", "_is_param")  # attributes that are not those of the sharded one
 
 
 class _StandsForLeaf:
@@ -87,10 +86,10 @@ class _StandsForLeaf:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that was set on the sharded parameter."""
-        leaf = self.__dict__.get("_leaf")
-        if leaf is None or name not in leaf.__dict__:
+        attributes = vars(leaf_of(self))
+        if name not in attributes:
             raise AttributeError(f"a parameter has no attribute {name!r}")
-        return leaf.__dict__[name]
+        return attributes[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or hasattr(type(self), name):
@@ -254,7 +253,7 @@ def leaf_of(whole: Any) -> Any:
 
 
 class KeptGathers:
-    """Parameters that are gathered once for several passes over the same modules, such as those of microbatches.
+    """Parameters that are gathered once for several passes, such as those of microbatches.
 
     The passes use copies that are leaves of autograd and accumulate the gradients, which `reduce` reduces.
     """

@@ -28,7 +28,8 @@ _restore: list[Callable[[], None]] = []
 def replace_functions() -> None:
     """Replace functions until `restore_functions`; does nothing if they are replaced already."""
     if not _restore:
-        _restore.append(change_arguments(_prepare_arguments))  # autograd.Function.apply gathers sharded arguments
+        gather: Any = lambda function, args: gather_arguments(function, tuple(map(resolve_outliving, args)))  # noqa: E731
+        _restore.append(change_arguments(gather))  # of autograd.Function.apply
         _restore.append(check_unused_inputs(refuse_unused_copies))  # of torch.autograd.grad in a backward
         _restore.append(on_deepcopy(average_gradients_of_copy))  # as those of the original
         _restore.append(on_node_hook(refuse_node_hook))
@@ -39,10 +40,6 @@ def restore_functions() -> None:
     """Restore torch's functions. Modules that are still sharded can then be read and saved, but not trained."""
     while _restore:
         _restore.pop()()
-
-
-def _prepare_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather_arguments(function, tuple(map(resolve_outliving, args)))
 
 
 # Python modules whose hooks are allowed; Fabric's only checks how backward is called.
@@ -62,11 +59,7 @@ def is_of_user(hook: Any) -> bool:
 
 
 def refuse_node_hook(hook: Any) -> None:
-    """Raise for a hook of the user that is registered on a node of autograd's graph.
-
-    The node of a parameter gets the gradient of this rank's part or none, other nodes of pipelines get gradients of
-    microbatches, and a hook can't tell these nodes apart.
-    """
+    """Raise for a hook of the user on a node of autograd's graph, which gets the gradient of a part of the batch."""
     module = module_of(hook)
     if not module.startswith(("torch.", "lightning_shardckpt.")) or module.startswith(_LIKE_USERS):
         raise UnsupportedCodeError(

@@ -25,8 +25,7 @@ from lightning_shardckpt.parallel.tensors.values import refuse_batched
 from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")
-_DRAWS = "_shardckpt_draws"
-"""Attribute of an optimizer, equal on all ranks: whether its first step drew random numbers on any rank."""
+_DRAWS = "_shardckpt_draws"  # an attribute of an optimizer: whether its first step drew random numbers on any rank
 
 
 @contextmanager
@@ -52,11 +51,10 @@ def share_rng(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
 def share_optimizer_rng(
     optimizer: Optimizer, closure: Callable[[], _T], group: dist.ProcessGroup | None
 ) -> Iterator[Callable[[], _T]]:
-    """Inside, a step of ``optimizer`` draws the random numbers of the first rank of ``group``.
+    """Inside, a step of ``optimizer`` draws the random numbers of the first rank, to add alike to replicas.
 
-    Otherwise each rank would add its own noise to a replicated parameter. Yields the closure for the step, within
-    which each rank draws its own numbers. An optimizer whose first step draws nothing on any rank is left alone from
-    then on; a step that a GradScaler skips does not count as the first.
+    Yields the closure for the step, within which each rank draws its own numbers. An optimizer whose first step draws
+    nothing on any rank is left alone from then on; a step that a GradScaler skips does not count as the first.
 
     Collective: every rank of ``group`` must call it. A group of None means that there are no other ranks.
     """
@@ -98,32 +96,23 @@ def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[s
     return state if is_alone else broadcast_object(state, group=group)
 
 
-# ── running statistics of norms ─────────────────────────────────────────────────────────────────────────────────────
-
-
-# A norm collects statistics of its rank's batches. As under DDP, the statistics of the first data-parallel rank count:
-# they are broadcast after the backward, so that all ranks and checkpoints have the same.
+# ── norms, and all_gather ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
 def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast the first rank's statistics of norms in training mode.
+    """Broadcast the first rank's running statistics of norms in training mode; as under DDP, these count.
 
     Collective: every rank of ``group`` must call it.
     """
-    if group.size() == 1:
-        return
     norms = [m for _, m in walk_modules(root) if isinstance(m, NormWithStatistics) and m.training]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if not statistics:
+    if group.size() == 1 or not statistics:
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
     dist.broadcast(flat, group=group, group_src=0)
     for buffer, values in zip(statistics, torch.split(flat, [b.numel() for b in statistics]), strict=True):
         buffer.copy_(values.view_as(buffer))
-
-
-# ── all_gather ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 _NDIM = 7  # shapes are compared up to so many dims

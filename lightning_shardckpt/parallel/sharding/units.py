@@ -84,15 +84,12 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
 
 
 class _Call(NamedTuple):
-    """One call of a unit: where its sharded parameters are, each of them once, and the original forward.
-
-    ``compiler`` is the callback of torch.compile, which only the original forward must see.
-    """
+    """One call of a unit: where its sharded parameters are, each of them once, and the original forward."""
 
     slots: Sequence[Slot]
     leaves: Sequence[ShardedTensor]
     forward: Callable[[], Any]
-    compiler: Any
+    compiler: Any  # the callback of torch.compile, which only the original forward must see
 
 
 class UnitForward:
@@ -126,8 +123,7 @@ class UnitForward:
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
-        module = memo.get(id(self._owner), self._owner)
-        return UnitForward(module, self.unit, deepcopy(self._wrapped, memo))
+        return UnitForward(memo.get(id(self._owner), self._owner), self.unit, deepcopy(self._wrapped, memo))
 
     def __reduce__(self) -> Any:
         """Pickle the original forward: a mesh can't be pickled."""
@@ -144,11 +140,10 @@ class UnitForward:
             call = _Call(slots, leaves, partial(self.__wrapped__, *args, **kwargs), compiler)
             if leaves and KeptGathers.current is not None:
                 key = (id(self._owner), *(leaf.requires_grad for leaf in leaves))  # a step may freeze it for one call
-                wholes = KeptGathers.current.take(key, partial(_gather_to_keep, self.unit, leaves))
+                wholes = KeptGathers.current.take(key, partial(self._gather_to_keep, leaves))
                 return self._run_with(call, dict(zip(map(id, leaves), wholes, strict=True)), {})
             body = partial(self._run_beside, call)
-            is_compiled = compiler is not None or self._is_compiled
-            for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
+            for proxy, selected in self._select_proxies(leaves, is_compiled=self._is_compiled or compiler is not None):
                 body = partial(proxy.run, selected, (args, kwargs), body)
             return body({})
         finally:
@@ -164,6 +159,30 @@ class UnitForward:
         slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
         return [(m, name, leaf) for m, name, leaf in slots if type(leaf) is ShardedTensor and not has_cast_weight(leaf)]
 
+    def _select_proxies(
+        self, leaves: Sequence[ShardedTensor], *, is_compiled: bool
+    ) -> list[tuple[FSDPProxy, list[ShardedTensor]]]:
+        """Return the proxies that gather for the next forward, and the parameters of each."""
+        if self.unit.engine is None or self.unit.inner or in_functional_transform():
+            return []
+        proxies = self.unit.engine.proxies_of(self.unit.name)
+        if is_compiled:
+            proxies = [proxy for proxy in proxies if proxy.cast_to is None]  # cast_arguments does not run there
+        return [(proxy, selected) for proxy in proxies if (selected := proxy.select(leaves))]
+
+    def _gather(self, leaf: ShardedTensor) -> Tensor:
+        """Gather a parameter without torch's engine."""
+        with without_torch_function():
+            whole = gather_whole(leaf, self.unit.name, on_model_axes=False, device=self.unit.device)
+            return as_gathered(whole, leaf)
+
+    def _gather_to_keep(self, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
+        """Gather parameters for several passes, of a pipeline, which has no cast weights."""
+        wholes: dict[int, Tensor] = {}
+        for proxy, selected in self._select_proxies(leaves, is_compiled=False):
+            wholes |= dict(zip(map(id, selected), proxy.keep(selected), strict=True))
+        return [wholes[id(leaf)] if id(leaf) in wholes else self._gather(leaf) for leaf in leaves]
+
     def _run_beside(self, call: _Call, by_fsdp: Gathered) -> Any:
         """Run a forward with the parameters that ``fully_shard`` gathered, and others that must be plain."""
         is_compiled = call.compiler is not None or self._is_compiled
@@ -174,7 +193,7 @@ class UnitForward:
             elif is_part(leaf) and not are_plain:
                 wholes[id(leaf)] = leaf
             elif are_plain or sharding_of(leaf).model_mesh is not None:
-                wholes[id(leaf)] = _gather(self.unit, leaf)
+                wholes[id(leaf)] = self._gather(leaf)
         if is_compiled:
             planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
             if planned:
@@ -213,26 +232,6 @@ class UnitForward:
             return _replace_in_outputs(outputs, leaves, wholes, freed)
         finally:
             leave_forward(wholes)
-
-
-def _select_proxies(
-    unit: Unit, leaves: Sequence[ShardedTensor], *, is_compiled: bool
-) -> list[tuple[FSDPProxy, list[ShardedTensor]]]:
-    """Return the proxies that gather for the next forward, and the parameters of each."""
-    if unit.engine is None or unit.inner or in_functional_transform():
-        return []
-    proxies = [
-        (proxy, proxy.select(leaves))
-        for proxy in unit.engine.proxies_of(unit.name)
-        if not (is_compiled and proxy.cast_to is not None)  # cast_arguments does not run in compiled code
-    ]
-    return [(proxy, selected) for proxy, selected in proxies if selected]
-
-
-def _gather(unit: Unit, leaf: ShardedTensor) -> Tensor:
-    """Gather a parameter without torch's engine."""
-    with without_torch_function():
-        return as_gathered(gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
 
 
 def _replace_in_outputs(
@@ -297,14 +296,6 @@ def _refuse_nested_tensors(encoder: nn.Module, args: tuple[Any, ...], kwargs: di
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """Detached views of gathered parameters that outlived a forward, and the version of the parameter then."""
-
-
-def _gather_to_keep(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
-    """Gather parameters for several passes."""
-    wholes: dict[int, Tensor] = {}
-    for proxy, selected in _select_proxies(unit, leaves, is_compiled=False):  # pipelines don't gather cast weights
-        wholes |= dict(zip(map(id, selected), proxy.keep(selected), strict=True))
-    return [wholes[id(leaf)] if id(leaf) in wholes else _gather(unit, leaf) for leaf in leaves]
 
 
 @contextmanager
