@@ -40,8 +40,7 @@ def state_name(name: str) -> str:
 def base_fqn(name: str) -> str:
     """Return the FQN that a module or tensor had before PEFT wrapped the model and some of its modules.
 
-    A module that an adapter trains as a whole starts as a copy, so it gets the name of its original. Tensors that an
-    adapter adds had no name before; the components of wrappers are removed from their names, too.
+    A module that an adapter trains as a whole gets the name of its original.
 
     >>> base_fqn("model.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.model.layers.0.self_attn.q_proj.weight'
@@ -52,27 +51,17 @@ def base_fqn(name: str) -> str:
 
 
 def without_peft_layers(name: str) -> str:
-    """Return a name without the components that PEFT's layers add; ``base_model.model`` stays.
-
-    >>> without_peft_layers("q_proj.base_layer.weight"), without_peft_layers("head.modules_to_save.default.weight")
-    ('q_proj.weight', 'head.weight')
-    """
+    """Return a name without the components that PEFT's layers add; ``base_model.model`` stays."""
     return _PEFT_LAYERS.sub("", name).removeprefix(".")
 
 
 def names_peft_layers(pattern: str) -> bool:
-    """Return True if a name or pattern has components that PEFT's layers add.
-
-    >>> names_peft_layers("layers.*.q_proj.base_layer"), names_peft_layers("layers.*.q_proj")
-    (True, False)
-    """
+    """Return True if a name or pattern has components that PEFT's layers add."""
     return _PEFT_LAYERS.search(pattern) is not None
 
 
 def matching_fqns(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that match a pattern.
-
-    ``*`` matches any part of one component, ``**`` any number of components.
+    """Return the names that match a pattern: ``*`` is any part of one component, ``**`` any number of components.
 
     >>> matching_fqns(["a", "a.b", "a.b.c"], "a.*"), matching_fqns(["a", "a.b", "a.b.c"], "**.c")
     (['a.b'], ['a.b.c'])
@@ -82,7 +71,7 @@ def matching_fqns(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def fqn_regex(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression for a pattern of FQNs (syntax: ``matching_fqns``)."""
+    """Return the regular expression for a pattern of ``matching_fqns``."""
     pieces = {"**": ".*", "*": "[^.]*"}
     return re.compile("".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
 
@@ -96,8 +85,6 @@ def shared_names(named: Iterable[tuple[str, object]]) -> list[tuple[str, ...]]:
     """
     items = list(named)
     counts = Counter([id(value) for _, value in items])
-    if len(counts) == len(items):  # a fast path: most models have no ties
-        return []
     names_by_id: dict[int, list[str]] = {}
     for name, value in items:
         if counts[id(value)] > 1:

@@ -2,7 +2,7 @@
 
 The root index holds the dtype, global shape and layout of every tensor, no lists of boxes. The rank that wrote a box
 follows by arithmetic (``plan.py``); the file and the offset of a box are in the index of that rank. Equal tensors share
-one spec object, and their text is built once; entries of ranks with equal fields are checked once.
+one spec object, and equal fields are checked once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from lightning_shardckpt.format.value_checks import (
     checksum,
     compact,
     decode_index,
-    parse_json,
     shown,
 )
 
@@ -49,7 +48,6 @@ HEAD_BYTES = 4096  # of a root index; its prefix is within them
 PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
 _PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*")
-_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:
@@ -88,15 +86,12 @@ def is_ours(name: str) -> bool:
     >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
     (False, False)
     """
-    return bool(PREFIXED_NAME.fullmatch(name)) or is_part(name) or name in _EXPORT_DOCUMENTS or is_export(name)
+    is_extra = is_export(name) or name in ("huggingface.json", "peft.json")
+    return is_extra or is_part(name) or PREFIXED_NAME.fullmatch(name) is not None
 
 
 def read_prefix(root: bytes) -> str | None:
-    """Return the prefix that a root index records, from its first bytes.
-
-    >>> read_prefix(b'{"prefix":"5afe5afe5afe5afe-"}'), read_prefix(b"{}")
-    ('5afe5afe5afe5afe-', None)
-    """
+    """Return the prefix that a root index records, from its first bytes."""
     match = _PREFIX.search(root)
     return match[1].decode() if match else None
 
@@ -119,10 +114,7 @@ class FileInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Description of a tensor, the same on all ranks.
-
-    If ``pinned``, the lowest holder of each shard writes it, since replicas may differ.
-    """
+    """Description of a tensor, the same on all ranks. The lowest holder of each shard writes a ``pinned`` one."""
 
     dtype: str
     shape: Shape
@@ -132,10 +124,7 @@ class TensorSpec:
 
 
 class ShardEntry(NamedTuple):
-    """A written box: the file, the offset and the length of its bytes, and one checksum per ``block`` bytes.
-
-    ``checksums`` are hex digits, 16 for each block.
-    """
+    """A written box: the file, the offset and the length of its bytes, and 16 hex digits for each ``block`` of them."""
 
     box: Box
     global_shape: Shape
@@ -174,11 +163,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class RootIndex:
-    """Description of a whole checkpoint.
-
-    ``documents`` are the JSON files with the state that is not tensors. ``prefix`` precedes the names of all other
-    files in an object store.
-    """
+    """Description of a checkpoint, with the JSON files of state that is not tensors, and the prefix of file names."""
 
     save_id: str
     world_size: int
@@ -196,7 +181,6 @@ class RootIndex:
 
 
 def _row(values: Any, *checks: Callable[[Any], Any]) -> list[Any]:
-    """Return the values of a list after one check each."""
     return [check(value) for check, value in zip(checks, values, strict=True)]
 
 
@@ -211,8 +195,7 @@ def _head(save_id: str) -> dict[str, Any]:
 # ── indexes of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 _FIELDS = ("offsets", "lengths", "global_shape", "dtype", "file", "rank", "begin", "block", "checksums")
-_Extent = tuple[Box, Shape, str, str, int, int]
-_extent_of = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
+_shared_fields = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
 
 def rank_index_to_json(index: RankIndex) -> bytes:
@@ -232,23 +215,19 @@ def rank_index_to_json(index: RankIndex) -> bytes:
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
-    """Return the index that these bytes encode.
-
-    Raises:
-        FormatError: naming ``where`` and the error.
-    """
-    return decode_index(parse_json(text, where), where, _rank_index)
+    """Return the index that these bytes encode. Raises a FormatError that names ``where``."""
+    return decode_index(text, where, _rank_index)
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
     files = {name: _file_info(name, *info) for name, info in value["files"].items()}
     left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    extents: dict[str, _Extent] = {}
+    known: dict[str, ShardEntry] = {}
     for key, first in value["metadata"].items():
-        entries: tuple[ShardEntry, ...] = (_entry(first, extents),)  # nearly always the only one
+        entries: tuple[ShardEntry, ...] = (_entry(first, known),)  # nearly always the only one
         if "more" in first:
-            entries += tuple([_entry(item, extents) for item in first["more"]])
+            entries += tuple([_entry(item, known) for item in first["more"]])
         for entry in entries:
             file, end = files[entry.file], entry.begin + entry.nbytes
             left[entry.file] -= entry.nbytes
@@ -261,18 +240,17 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
-def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
-    """Return an entry; ``extents`` caches checked values by their repr, in which 1, 1.0 and true differ."""
-    values = _extent_of(item)
-    text = repr(values)
-    if text not in extents:
-        extents[text] = _extent(*values)
-    box, shape, dtype, file, block, nbytes = extents[text]
-    sums = check_digests(item["checksums"], -(-nbytes // block))
-    return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
+def _entry(item: dict[str, Any], known: dict[str, ShardEntry]) -> ShardEntry:
+    """Return an entry; ``known`` has checked ones by the repr of their shared fields, in which 1, 1.0, true differ."""
+    text = repr(values := _shared_fields(item))
+    if text not in known:
+        known[text] = _checked(*values)
+    like = known[text]
+    sums = check_digests(item["checksums"], -(-like.nbytes // like.block))
+    return like._replace(begin=check_size(item["begin"]), checksums=sums)
 
 
-def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> _Extent:
+def _checked(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> ShardEntry:
     start, shape = check_shape(offsets), check_shape(global_shape)
     stop = tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True))
     if any(b > n for b, n in zip(stop, shape, strict=True)):
@@ -281,7 +259,7 @@ def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any
     if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
         raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
     box = Box(start, stop)
-    return box, shape, dtype, check_file_name(file), block, box.numel * DTYPE_BYTES[dtype]
+    return ShardEntry(box, shape, dtype, check_file_name(file), 0, block, box.numel * DTYPE_BYTES[dtype], "")
 
 
 # ── the root index ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -290,11 +268,7 @@ _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 
 def root_to_json(root: RootIndex) -> bytes:
-    """Return the bytes of the root index, whose first line is the checksum of the rest.
-
-    Raises:
-        FormatError: if the text is too large for a reader.
-    """
+    """Return the bytes of the root index. Raises FormatError if it is too large for a reader."""
     layouts: dict[tuple[Layout, Holders], int] = {}
     specs: dict[int, list[Any]] = {}  # equal tensors share one spec object
     components = {}
@@ -334,13 +308,9 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         FormatError: if they are not a valid root index, or of another version.
     """
     seal = _SEAL.match(text)
-    if seal is None:
-        raise CorruptionError(f"{where}: the root index is damaged: its first line holds no checksum")
-    if checksum(text[seal.end() :]) != seal[1].decode():
-        raise CorruptionError(
-            f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
-        )
-    return decode_index(parse_json(text, where), where, _root)
+    if seal is None or checksum(text[seal.end() :]) != seal[1].decode():
+        raise CorruptionError(f"{where}: the root index is damaged: it does not match the checksum in its first line")
+    return decode_index(text, where, _root)
 
 
 def _root(value: dict[str, Any]) -> RootIndex:

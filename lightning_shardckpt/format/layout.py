@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import prod
 from operator import add, gt, lt, sub
 from typing import NamedTuple
@@ -22,13 +22,7 @@ Shape = tuple[int, ...]
 
 
 def iterate_indices(shape: Shape) -> Iterator[Shape]:
-    """Yield every index of an array of ``shape`` in row-major order.
-
-    ``itertools.product`` would first build a list of each dim.
-
-    >>> list(iterate_indices((2, 2)))
-    [(0, 0), (0, 1), (1, 0), (1, 1)]
-    """
+    """Yield every index of an array in row-major order; ``itertools.product`` would first build a list of each dim."""
     if not shape:
         yield ()
     for i in range(shape[0] if shape else 0):
@@ -86,17 +80,12 @@ class Box:
 
 
 def find_cover_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
-    """Return None if the boxes cover a tensor of ``shape`` exactly once, else a sentence that states the error.
-
-    Sweeps along the dim with the most distinct starts and compares only boxes that overlap along it, so the usual
-    sharding along one dim costs one sort.
-    """
-    whole, filled, total = Box.whole(shape), [b for b in boxes if b.numel], 0
+    """Return None if the boxes cover a tensor of ``shape`` exactly once, else a sentence that states the error."""
+    whole, filled = Box.whole(shape), [b for b in boxes if b.numel]
     for box in filled:
-        if len(box.start) != len(shape) or any(
-            a < 0 or b > n for a, b, n in zip(box.start, box.stop, shape, strict=True)
-        ):
+        if len(box.start) != len(shape) or whole.intersect(box) != box:
             return f"box {box.start}..{box.stop} lies outside shape {shape}"
+    # sweep along the dim with the most distinct starts: the usual sharding along one dim costs one sort
     dim = max(range(len(shape)), key=lambda d: len({b.start[d] for b in filled}), default=0)
     active: list[Box] = []
     for box in sorted(filled, key=lambda b: b.start[dim : dim + 1]):
@@ -105,10 +94,8 @@ def find_cover_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
             if box.intersect(other) is not None or not shape:
                 return f"boxes {other.start}..{other.stop} and {box.start}..{box.stop} overlap"
         active.append(box)
-        total += box.numel
-    if total != whole.numel:
-        return f"{total} of {whole.numel} elements are covered"
-    return None
+    total = sum(box.numel for box in filled)
+    return None if total == whole.numel else f"{total} of {whole.numel} elements are covered"
 
 
 # ── layouts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,8 +120,7 @@ class Axis(NamedTuple):
 class DimShard(NamedTuple):
     """The sharding of a tensor dim over a mesh axis as in ``torch.chunk``: parts of ceil size, the last short or empty.
 
-    With ``blocks`` > 1 the dim is first divided into that many blocks, and a rank holds its part of every block, one
-    after the other in memory (a fused projection sharded by heads).
+    With ``blocks`` > 1, a rank holds its part of every block, one after the other (a fused projection, by heads).
     """
 
     axis: int
@@ -191,9 +177,7 @@ class Layout:
         """Return the coordinates of ``rank`` along ``axes``."""
         if self.order is not None and rank not in self.order:
             raise FormatError(f"rank {rank} is not in the mesh of the layout with axes {self.axes}")
-        return self._coordinate(rank if self.order is None else self.order.index(rank))
-
-    def _coordinate(self, position: int) -> Shape:
+        position = rank if self.order is None else self.order.index(rank)
         return tuple(position // axis.stride % axis.size for axis in self.axes)
 
     def shard(self, rank: int) -> Shape:
@@ -216,13 +200,11 @@ REPLICATED = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, and its start ``at`` in the local tensor."""
+    """A box of a tensor, its start ``at`` in the local tensor, and ``local``, the box in coordinates of that."""
 
     box: Box
     at: Shape
-
     local: Box = field(init=False, repr=False, compare=False)
-    """The box in the coordinates of the local tensor."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", self.box.within(self.box).shift(self.at))
@@ -231,22 +213,13 @@ class Part:
 _Segment = tuple[int, int]
 
 
-def _take(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
-    """Return positions ``[start, stop)`` of the indices that the segments enumerate, as segments."""
-    slices, position = [], 0
-    for a, b in segments:
-        low, high = max(start - position, 0), min(stop - position, b - a)
-        if low < high:
-            slices.append((a + low, a + high))
-        position += b - a
-    return slices
-
-
 def _chunk(segments: list[_Segment], parts: int, index: int) -> list[_Segment]:
-    """Return part ``index`` of ``parts``, divided as by torch.chunk."""
+    """Return part ``index`` of ``parts`` of the indices that the segments enumerate, divided as by torch.chunk."""
     total = sum(b - a for a, b in segments)
     size = -(-total // parts)
-    return _take(segments, index * size, min((index + 1) * size, total))
+    ends = [(a + index * size - at, a + (index + 1) * size - at) for a, _, at in _add_offsets(segments)]
+    slices = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(segments, ends, strict=True)]
+    return [(a, b) for a, b in slices if a < b]
 
 
 def _blocks(segments: list[_Segment], count: int) -> list[list[_Segment]]:
@@ -260,10 +233,7 @@ def _cut(segments: list[_Segment], blocks: int, parts: int, index: int) -> list[
 
 @lru_cache(maxsize=65536)
 def parts_of_shard(layout: Layout, shape: Shape, shard: Shape) -> tuple[Part, ...]:
-    """Return the non-empty boxes of a shard (one coordinate per entry of ``cuts``) of a tensor.
-
-    There are several if a ``DimShard`` has blocks. A tensor that is not sharded has one box, even if it is empty.
-    """
+    """Return the non-empty boxes of a shard of a tensor; one box, even if it is empty, if it is not sharded."""
     if not layout.cuts:
         return (Part(Box.whole(shape), (0,) * len(shape)),)
     segments: list[list[_Segment]] = [[(0, n)] for n in shape]
@@ -292,39 +262,26 @@ def parts_of_rank(layout: Layout, shape: Shape, rank: int) -> tuple[Part, ...]:
 
 def shards_meeting(layout: Layout, shape: Shape, box: Box) -> Iterator[Shape]:
     """Yield the shards that hold an element of ``box``; by arithmetic, so that cost grows with their number."""
-    by_dim: dict[int, list[int]] = {}
-    for number, cut in enumerate(layout.cuts):
-        by_dim.setdefault(cut.dim, []).append(number)
-    cuts = [(cut.blocks, parts) for cut, parts in zip(layout.cuts, layout.shards, strict=True)]
-    choices = [
-        _meeting_coordinates([(0, shape[dim])], [cuts[i] for i in numbers], box.start[dim], box.stop[dim])
-        for dim, numbers in by_dim.items()
-    ]
-    cut_numbers = [number for numbers in by_dim.values() for number in numbers]
-    for choice in product(*choices):
-        coordinates = dict(zip(cut_numbers, (index for indices in choice for index in indices), strict=True))
-        yield tuple(coordinates[number] for number in range(len(cut_numbers)))
+    return _meeting(layout, [[(0, n)] for n in shape], box, 0)
 
 
-def _meeting_coordinates(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, high: int) -> list[Shape]:
-    """Return the coordinates along one dim's shardings (blocks, parts) whose segments meet ``[low, high)``."""
-    if not cuts:
-        return [()]
-    (blocks, parts), runs = cuts[0], set[_Segment]()  # ranges of coordinates; most blocks give the same range
-    for block in _blocks(segments, blocks):
+def _meeting(layout: Layout, segments: list[list[_Segment]], box: Box, number: int) -> Iterator[Shape]:
+    """Yield coordinates along the cuts from ``number`` on, given the segments of each dim that earlier cuts leave."""
+    if number == len(layout.cuts):
+        yield ()
+        return
+    cut, parts, runs = layout.cuts[number], layout.shards[number], set[_Segment]()  # most blocks give the same run
+    for block in _blocks(segments[cut.dim], cut.blocks):
         size = max(-(-sum(b - a for a, b in block) // parts), 1)
         for a, b, offset in _add_offsets(block):
-            first, last = max(low, a) - a + offset, min(high, b) - a + offset
+            first, last = max(box.start[cut.dim], a) - a + offset, min(box.stop[cut.dim], b) - a + offset
             if first < last:
                 runs.add((first // size, (last - 1) // size + 1))
-    indices = sorted({index for run in runs for index in range(*run)})
-    if len(cuts) == 1:
-        return [(index,) for index in indices]
-    return [
-        (index, *rest)
-        for index in indices
-        for rest in _meeting_coordinates(_cut(segments, blocks, parts, index), cuts[1:], low, high)
-    ]
+    for index in chain.from_iterable(range(*run) for run in join_holders(runs)):
+        inner = [*segments]
+        inner[cut.dim] = _cut(segments[cut.dim], cut.blocks, parts, index)
+        for rest in _meeting(layout, inner, box, number + 1):
+            yield (index, *rest)
 
 
 # ── holders of a shard ────────────────────────────────────────────────────────────────────────────────────────────
@@ -377,11 +334,7 @@ def find_unheld_shards(layout: Layout, holders: Holders) -> Iterator[Shape]:
 
 
 def as_holders(ranks: list[int]) -> Holders:
-    """Return the ranges of a sorted list of ranks.
-
-    >>> as_holders([0, 1, 2, 6])
-    ((0, 3), (6, 7))
-    """
+    """Return the ranges of a sorted list of ranks."""
     return join_holders((rank, rank + 1) for rank in ranks)
 
 

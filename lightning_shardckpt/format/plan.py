@@ -52,70 +52,71 @@ class Piece:
         return self.part.box.numel * DTYPE_BYTES[self.spec.dtype]
 
 
-def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
-    """Return for each tensor the number of the replica that writes each shard, or None if all replicas share the work.
+class _Sharing(NamedTuple):
+    """The number of replicas of the lowest holder's shard, its nominal bytes, and the dim along which they share it.
 
-    Tensors of one layout that are not shared are assigned, the largest first, to the replica with the fewest bytes so
-    far. Sizes are nominal (global bytes / number of shards), so that every rank gets the same result, independent of
-    its own shard.
+    Nominal are the global bytes / the number of shards, so that every rank gets the same, independent of its own shard.
+    One replica writes a shard of a tensor without the dim.
     """
-    loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
-    specs = {id(spec): spec for spec in tensors.values()}  # equal tensors share one spec object
-    count_of = {spec_id: _replica_count(spec) for spec_id, spec in specs.items()}
-    size_of = {spec_id: _nominal_bytes(spec) for spec_id, spec in specs.items()}
-    shared = {spec_id for spec_id, spec in specs.items() if _is_shared(spec, count_of[spec_id], size_of[spec_id])}
-    assigned = {i for i, spec in specs.items() if i not in shared and count_of[i] > 1 and not spec.pinned}
-    replica_of: dict[str, int | None] = {key: None if id(spec) in shared else 0 for key, spec in tensors.items()}
-    keys_to_assign = (key for key, spec in tensors.items() if id(spec) in assigned)
-    for key in sorted(keys_to_assign, key=lambda k: (-size_of[id(tensors[k])], k)):
-        spec, spec_id = tensors[key], id(tensors[key])
-        heap = loads.setdefault((spec.layout, spec.holders), [])
-        if not heap:  # at most one replica per tensor is needed
-            heap += [(0, i) for i in range(min(count_of[spec_id], len(tensors)))]
-        load, replica = heap[0]
-        heapq.heapreplace(heap, (load + size_of[spec_id], replica))
-        replica_of[key] = replica
-    return replica_of
 
-
-def _is_shared(spec: TensorSpec, count: int, nominal: int) -> bool:
-    if spec.pinned or count == 1 or nominal < count * SPLIT_BYTES:
-        return False
-    return _dim_to_divide(spec, count) is not None
-
-
-def _nominal_bytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * DTYPE_BYTES[spec.dtype] // prod(spec.layout.shards)
-
-
-def _replica_count(spec: TensorSpec) -> int:
-    """Return the number of holders of the lowest holder's shard; in a proper mesh it is the same for every shard."""
-    return len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
+    replica_count: int
+    nbytes: int
+    dim: int | None = None
 
 
 @lru_cache(maxsize=16384)
-def _dim_to_divide(spec: TensorSpec, count: int) -> int | None:
-    """Return the first dim that divides into ``count`` pieces of at most 1/8 above the mean, or None."""
+def _sharing(spec: TensorSpec) -> _Sharing:
+    count = len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
+    nbytes = prod(spec.shape) * DTYPE_BYTES[spec.dtype] // prod(spec.layout.shards)
+    if spec.pinned or count == 1 or nbytes < count * SPLIT_BYTES:
+        return _Sharing(count, nbytes)
     lengths = list(spec.shape)
     for cut, size in zip(spec.layout.cuts, spec.layout.shards, strict=True):
         block = -(-lengths[cut.dim] // cut.blocks)
         lengths[cut.dim] = -(-block // size)
-    return next((d for d, n in enumerate(lengths) if n and -(-n // count) * count * 8 <= n * 9), None)
+    dims = (dim for dim, n in enumerate(lengths) if n and -(-n // count) * count * 8 <= n * 9)  # 1/8 above the mean
+    return _Sharing(count, nbytes, next(dims, None))
 
 
-def _share(part: Part, dim: int, count: int, number: int) -> Part | None:
-    """Return piece ``number`` of ``count`` of a part along ``dim``, or None if it is empty."""
+def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
+    """Return for each tensor the number of the replica that writes each shard, or None if all replicas share the work.
+
+    Tensors of one layout that are not shared are assigned, the largest first, to the replica with the fewest bytes so
+    far.
+    """
+    loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
+    specs = {id(spec): spec for spec in tensors.values()}  # equal tensors share one spec object
+    sharing = {spec_id: _sharing(spec) for spec_id, spec in specs.items()}
+    replica_of = {key: 0 if sharing[id(spec)].dim is None else None for key, spec in tensors.items()}
+    to_assign = [
+        (-sharing[id(spec)].nbytes, key)
+        for key, spec in tensors.items()
+        if replica_of[key] is not None and not spec.pinned and sharing[id(spec)].replica_count > 1
+    ]
+    for minus_nbytes, key in sorted(to_assign):
+        spec = tensors[key]
+        heap = loads.setdefault((spec.layout, spec.holders), [])
+        if not heap:  # at most one replica per tensor is needed
+            heap += [(0, i) for i in range(min(sharing[id(spec)].replica_count, len(tensors)))]
+        load, replica = heap[0]
+        heapq.heapreplace(heap, (load - minus_nbytes, replica))
+        replica_of[key] = replica
+    return replica_of
+
+
+def _share(spec: TensorSpec, part: Part, count: int, number: int) -> Part:
+    """Return piece ``number`` of ``count`` of a part of a tensor that replicas share; it may be empty."""
+    dim = _sharing(spec).dim
+    assert dim is not None
     length = part.box.shape[dim]
     low, high = length * number // count, length * (number + 1) // count
-    if low == high:
-        return None
     start, stop, at = list(part.box.start), list(part.box.stop), list(part.at)
     start[dim], stop[dim], at[dim] = start[dim] + low, part.box.start[dim] + high, at[dim] + low
     return Part(Box(tuple(start), tuple(stop)), tuple(at))
 
 
 def plan_save(tensors: Tensors, rank: int) -> list[Piece]:
-    """Return the boxes that ``rank`` writes, in stored order."""
+    """Return the boxes that ``rank`` writes."""
     replica_of = choose_replicas(tensors)
     pieces: list[Piece] = []
     parts_of: dict[tuple[int, int | None], list[Part]] = {}
@@ -124,12 +125,7 @@ def plan_save(tensors: Tensors, rank: int) -> list[Piece]:
         if case not in parts_of:
             parts_of[case] = _parts_to_write(spec, replica_of[key], rank)
         pieces += [Piece(key, spec, part, rank) for part in parts_of[case]]
-    return sorted(pieces, key=_stored_order)
-
-
-def _stored_order(piece: Piece) -> tuple[int, str, Box]:
-    """Return the sort key of stored order: the widest elements first, so that all are aligned without gaps."""
-    return -DTYPE_BYTES[piece.spec.dtype], piece.key, piece.part.box
+    return pieces
 
 
 def _parts_to_write(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
@@ -142,22 +138,20 @@ def _parts_to_write(spec: TensorSpec, replica: int | None, rank: int) -> list[Pa
     parts = parts_of_shard(spec.layout, spec.shape, shard)
     if replica is not None:
         return list(parts) if group[replica % len(group)] == rank else []
-    dim, number = _dim_to_divide(spec, _replica_count(spec)), bisect_left(group, rank)
-    assert dim is not None
-    shares = [_share(part, dim, len(group), number) for part in parts]
-    return [share for share in shares if share is not None]
+    shares = [_share(spec, part, len(group), bisect_left(group, rank)) for part in parts]
+    return [share for share in shares if share.box.numel]
 
 
 def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]:
-    """Group pieces into shard files of at most ``limit_bytes`` of data, in stored order.
+    """Group pieces into shard files of at most ``limit_bytes`` of data, by first fit; a larger piece gets its own file.
 
-    First fit. A larger piece gets a file of its own. A file holds one box of a tensor, since its header is keyed by
-    name.
+    The widest elements come first, so that all are aligned without gaps. A file holds one box of a tensor, since its
+    header is keyed by name.
     """
     files: list[tuple[list[Piece], set[str]]] = []
     sizes: list[int] = []
     first_open = 0
-    for piece in sorted(pieces, key=_stored_order):
+    for piece in sorted(pieces, key=lambda piece: (-DTYPE_BYTES[piece.spec.dtype], piece.key, piece.part.box)):
         nbytes = piece.nbytes
         for i in range(first_open, len(files)):
             if sizes[i] + nbytes <= limit_bytes and piece.key not in files[i][1]:
@@ -187,9 +181,7 @@ def table_digest(tables: Mapping[str, Component]) -> str:
 
 
 def check_plausible(component: Component, where: str) -> None:
-    """Fail if the indexes are too small for the tensors of a root index, before memory is allocated for the tensors.
-
-    The indexes need room for the checksum of every block. Their content is checked when they are read.
+    """Fail if the indexes have no room for the checksums of a component's tensors, before memory is allocated for them.
 
     Raises:
         FormatError: naming the first tensor that cannot be stored in these files.
@@ -213,11 +205,10 @@ def check_cover(component: str, tensors: Tensors) -> None:
     Raises:
         FormatError: naming the first tensor that has a gap, and the gap.
     """
-    checked = set[int]()  # equal tensors share one spec object
+    specs = dict[int, tuple[str, TensorSpec]]()  # equal tensors share one spec object
     for key, spec in tensors.items():
-        if id(spec) in checked:
-            continue
-        checked.add(id(spec))
+        specs.setdefault(id(spec), (key, spec))
+    for key, spec in specs.values():
         for shard in find_unheld_shards(spec.layout, spec.holders):
             for part in parts_of_shard(spec.layout, spec.shape, shard):
                 raise FormatError(
@@ -239,8 +230,8 @@ class Overlap:
 def plan_load(spec: TensorSpec, replica: int | None, targets: tuple[Part, ...]) -> Iterator[Overlap]:
     """Yield the stored boxes that meet the target parts of a tensor, without enumerating the others.
 
-    Empty parts need nothing. A caller that looks up each box as it is yielded does no more work than there are stored
-    boxes, even if a hostile index describes many more.
+    A caller that looks up each box as it is yielded does no more work than there are stored boxes, even if a hostile
+    index describes many more.
     """
     for target in targets:
         for shard in shards_meeting(spec.layout, spec.shape, target.box) if target.box.numel else ():
@@ -259,22 +250,19 @@ def _stored_boxes(
     if replica is not None:
         yield part.box, group[replica % len(group)]
         return
-    dim, count = _dim_to_divide(spec, _replica_count(spec)), len(group)
+    dim, count = _sharing(spec).dim, len(group)
     assert dim is not None
     length, start = part.box.shape[dim], part.box.start[dim]
     low, high = max(target.start[dim] - start, 0), min(target.stop[dim] - start, length)
     for number in range(max(-(-(low + 1) * count // length) - 1, 0), -(-high * count // length)):
-        share = _share(part, dim, count, number)
-        if share is not None:
-            yield share.box, group[number]
+        yield _share(spec, part, count, number).box, group[number]
 
 
 class ByteRuns(NamedTuple):
     """Where the bytes of a region are in a stored box and in the row-major array of a target.
 
     They are runs of ``length`` bytes; the first one begins at byte ``source`` of the box and byte ``at`` of the target.
-    ``dims``, outermost first, have the number of steps and the bytes of one in the box and in the target; none of them
-    if the region is a single run.
+    ``dims``, outermost first, have the number of steps and the bytes of one in the box and in the target.
     """
 
     source: int
@@ -298,9 +286,7 @@ def byte_runs(overlap: Overlap, local_shape: Shape, itemsize: int) -> ByteRuns:
     pitch = step = itemsize  # bytes from one index to the next in the box and in the target
     dims = [(itemsize, 1, 1)]  # of bytes, innermost first
     start = map(sub, overlap.common.start, overlap.stored.start)
-    extents = zip(
-        overlap.common.shape, start, overlap.local.start, overlap.stored.shape, local_shape, strict=True
-    )
+    extents = zip(overlap.common.shape, start, overlap.local.start, overlap.stored.shape, local_shape, strict=True)
     for count, first, local_first, stored_length, local_length in reversed(list(extents)):
         source, at = source + first * pitch, at + local_first * step
         inner_count, inner_pitch, inner_step = dims[-1]

@@ -10,10 +10,8 @@ key: ``torch/distributed/checkpoint/_hf_utils.py`` (torch 2.13).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
@@ -29,7 +27,6 @@ from lightning_shardckpt.format.value_checks import (
     compact,
     parse_json,
     shown,
-    to_json_texts,
 )
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library accepts 100,000,000
@@ -61,32 +58,19 @@ def build_header(
     Raises:
         FormatError: for a name that a header cannot hold.
     """
-    tensors = tuple(tensors)
-    names = [check_text(name) for name, _, _ in tensors]
-    if _METADATA in names:
-        raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
     items, offsets, offset = [], [], 0
-    for (_, dtype, shape), name in zip(tensors, to_json_texts(names), strict=True):
-        description, nbytes = _describe(dtype, shape)
-        items.append(f'{name}:{{{description},"data_offsets":[{offset},{offset + nbytes}]}}')
+    for name, dtype, shape in tensors:
+        if check_text(name) == _METADATA:
+            raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
+        end = offset + bytes_in(shape, dtype)
+        items.append(f'{compact(name)}:{{"dtype":"{dtype}","shape":{compact(shape)},"data_offsets":[{offset},{end}]}}')
         offsets.append(offset)
-        offset += nbytes
+        offset = end
     items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{compact(dict(metadata))}')
     header = f"{{{','.join(items)}}}".encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % alignment)
     start = len(header).to_bytes(LENGTH_BYTES, "little") + header
     return start, tuple([len(start) + offset for offset in offsets])
-
-
-@lru_cache(maxsize=4096)  # tensors of equal dtype and shape are many
-def _describe(dtype: str, shape: Shape) -> tuple[str, int]:
-    """Return the dtype and shape as JSON without brackets, and the length in bytes."""
-    return compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
-
-
-@lru_cache(maxsize=4096)
-def _offsets_text(start: Shape) -> str:
-    return json.dumps({"saved_offsets": start})
 
 
 _SAVE_ID, SHARDING_INFO = "save_id", "DCP_SHARDING_INFO"
@@ -97,17 +81,15 @@ HeaderEntry: TypeAlias = tuple[str, str, Shape, Shape]
 """A box in a shard file: the tensor's key and dtype, and the shape and the start of the box."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardHeader:
-    """The header of a shard file with a gap for the save id, and the offset of each entry's data in the file."""
+class ShardHeader(NamedTuple):
+    """The header of a shard file before and after its save id, and the offset of each entry's data in the file."""
 
-    _before_id: bytes
-    _after_id: bytes
+    parts: Sequence[bytes]
     begins: tuple[int, ...]
 
     def of(self, save_id: str) -> bytes:
         """Return the bytes of the header for one save."""
-        return self._before_id + save_id.encode() + self._after_id
+        return save_id.encode().join(self.parts)
 
 
 def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
@@ -116,11 +98,10 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
     Raises:
         FormatError: if a header cannot hold a name, or is longer than a reader accepts.
     """
-    items = []
-    for (_, dtype, _, start), name in zip(entries, to_json_texts([key for key, *_ in entries]), strict=True):
-        items.append(f"{name}: {_offsets_text((*start, 0) if dtype == 'C128' else start)}")
+    starts = ((key, [*start, 0] if dtype == "C128" else [*start]) for key, dtype, _, start in entries)
+    info = ", ".join([f'{compact(key)}: {{"saved_offsets": {start}}}' for key, start in starts])
     tensors = [(key, *to_header_type(dtype, shape)) for key, dtype, shape, _ in entries]
-    metadata = {"format": "pt", SHARDING_INFO: f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
+    metadata = {"format": "pt", SHARDING_INFO: f"{{{info}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
     header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
     nbytes = len(header) - LENGTH_BYTES
     if nbytes > MAX_HEADER_BYTES:
@@ -128,16 +109,11 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
             f"a shard file of {len(entries)} tensors needs a header of {nbytes} bytes, more than "
             f"{MAX_HEADER_BYTES}; use a smaller size_per_shard"
         )
-    before, after = header.rsplit(_NO_ID.encode(), 1)  # only brackets and spaces follow it
-    return ShardHeader(before, after, begins)
+    return ShardHeader(header.rsplit(_NO_ID.encode(), 1), begins)  # only brackets and spaces follow it
 
 
 def to_header_type(dtype: str, shape: Shape) -> tuple[str, Shape]:
-    """Return the dtype and shape that a header has; C128, which safetensors lacks, is stored as pairs of F64.
-
-    >>> to_header_type("BF16", (2,)), to_header_type("C128", (2,))
-    (('BF16', (2,)), ('F64', (2, 2)))
-    """
+    """Return the dtype and shape that a header has; C128, which safetensors lacks, is stored as pairs of F64."""
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
 
 
@@ -164,8 +140,7 @@ def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int
     return bytes(prefix + text)
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(NamedTuple):
     """A tensor as the header of its file describes it; ``begin`` is an offset in the file."""
 
     dtype: str
@@ -174,18 +149,11 @@ class HeaderTensor:
     nbytes: int
 
 
-class Header(NamedTuple):
-    """The header of a file: its tensors by name, and the unchecked ``__metadata__``."""
-
-    tensors: dict[str, HeaderTensor]
-    metadata: dict[str, Any]
-
-
-def parse_header(start: bytes, where: str) -> Header:
-    """Parse the first bytes of a file, as ``read_header`` returns them.
+def parse_header(start: bytes, where: str) -> tuple[dict[str, HeaderTensor], dict[str, Any]]:
+    """Return the tensors of a file by name, and its unchecked ``__metadata__``.
 
     Args:
-        start: the length of the header, and the header.
+        start: the first bytes of the file, from ``read_header``.
         where: the file, for messages.
 
     Raises:
@@ -198,14 +166,14 @@ def parse_header(start: bytes, where: str) -> Header:
     try:
         tensors = {check_text(key): _tensor(value, len(start)) for key, value in header.items()}
         position = len(start)
-        for key, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        for key, stored in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if stored.begin != position:
                 error = "overlaps the data before it" if stored.begin < position else "follows a gap"
                 raise ValueError(f"{key!r} {error}: it begins at byte {stored.begin}, not {position}")
             position += stored.nbytes
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
         raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(problem)}") from None
-    return Header(tensors, metadata)
+    return tensors, metadata
 
 
 def _tensor(value: dict[str, Any], data: int) -> HeaderTensor:

@@ -1,7 +1,7 @@
 """Strict JSON and checks of its values: dtypes, shapes, sizes, names and checksums. FORMAT.md has the rules.
 
-Every value from a file passes one of these checks before it is used. Messages quote a bounded part of an invalid
-value, since a hostile file can contain values of any length. A checksum is xxh3-64 as 16 hexadecimal digits.
+Every value from a file passes one of these checks before it is used; a check returns the value, or raises a FormatError
+that quotes a bounded part of it. A checksum is xxh3-64 as 16 hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -20,31 +20,17 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.layout import Shape
 
 _DTYPES = {
-    "F64": (8, "float64"),
-    "F32": (4, "float32"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "I64": (8, "int64"),
-    "I32": (4, "int32"),
-    "I16": (2, "int16"),
-    "I8": (1, "int8"),
-    "U64": (8, "uint64"),
-    "U32": (4, "uint32"),
-    "U16": (2, "uint16"),
-    "U8": (1, "uint8"),
-    "BOOL": (1, "bool"),
-    "C64": (8, "complex64"),
-    "C128": (16, "complex128"),  # our addition, stored as pairs of F64
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E5M2": (1, "float8_e5m2"),
-    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
-    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
-    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"),
+    "U64": (8, "uint64"), "U32": (4, "uint32"), "U16": (2, "uint16"), "U8": (1, "uint8"), "BOOL": (1, "bool"),
+    "C64": (8, "complex64"), "C128": (16, "complex128"),  # C128 is our addition, stored as pairs of F64
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
 }
 DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 """Bytes per element of every dtype that a checkpoint can hold."""
 TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
-"""The name in torch of every dtype that a checkpoint can hold, by its name in the format."""
+"""The name in torch of every dtype that a checkpoint can hold."""
 
 MAX_NDIM = 64  # as in numpy and torch
 SAVE_ID_LENGTH = 32
@@ -61,14 +47,14 @@ def shown(value: Any) -> str:
 
 
 def check_size(value: Any) -> int:
-    """Return ``value`` if it is an integer from 0 to 2^63 - 1, else raise FormatError."""
+    """Return an integer from 0 to 2^63 - 1."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise FormatError(f"{shown(value)} is not a size")
     return value
 
 
 def check_shape(value: Any) -> Shape:
-    """Return a list of at most 64 lengths as a tuple; raise FormatError if it is not one."""
+    """Return a list of at most 64 sizes as a tuple."""
     shape = tuple(map(check_size, value))
     if len(shape) > MAX_NDIM:
         raise FormatError(f"{len(shape)} dims, more than {MAX_NDIM}")
@@ -87,14 +73,14 @@ def bytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def check_dtype(value: Any) -> str:
-    """Return ``value`` if it is the name of a dtype of the format, else raise FormatError."""
+    """Return the name of a dtype of the format."""
     if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise FormatError(f"unknown dtype {shown(value)}")
     return value
 
 
 def _text_check(pattern: str, expected: str) -> Callable[[Any], str]:
-    """Return a function that returns a value if it is text of a pattern, else raises FormatError."""
+    """Return the check for text of a pattern."""
     compiled = re.compile(pattern)
 
     def check(value: Any) -> str:
@@ -113,15 +99,14 @@ _check_hex = _text_check(r"[0-9a-f]*", "a string of checksums")
 
 
 def check_digests(value: Any, count: int) -> str:
-    """Return ``value`` if it is the hexadecimal digits of ``count`` checksums, else raise FormatError."""
-    text = _check_hex(value)
-    if len(text) != DIGITS * count:
+    """Return the digits of ``count`` checksums."""
+    if len(text := _check_hex(value)) != DIGITS * count:
         raise FormatError(f"{len(text)} digits of checksums, expected {DIGITS} for each of {count} blocks")
     return text
 
 
 def check_text(value: Any) -> str:
-    """Return ``value`` if it is a string that UTF-8 can encode (JSON can escape half a surrogate pair), else raise."""
+    """Return a string that UTF-8 can encode; JSON can escape half a surrogate pair."""
     if not isinstance(value, str):
         raise FormatError(f"{shown(value)} is not text")
     if not value.isascii():
@@ -134,22 +119,9 @@ def check_text(value: Any) -> str:
 
 # ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
 DIGITS = 16
-
-
-def checksum(*parts: bytes | memoryview) -> str:
-    """Return the xxh3-64 of the concatenated parts as 16 hex digits.
-
-    >>> checksum(b"abc") == checksum(b"a", b"bc")
-    True
-    """
-    if len(parts) == 1:
-        return xxhash.xxh3_64_hexdigest(parts[0])
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+checksum: Callable[[bytes | memoryview], str] = xxhash.xxh3_64_hexdigest
+"""Return the xxh3-64 of bytes as 16 hex digits."""
 
 
 def checksum_blocks(data: memoryview, block: int) -> str:
@@ -158,23 +130,17 @@ def checksum_blocks(data: memoryview, block: int) -> str:
     >>> checksum_blocks(memoryview(b"abc"), 2) == checksum(b"ab") + checksum(b"c")
     True
     """
-    digest = xxhash.xxh3_64_hexdigest  # called directly, since there are many blocks
     if 0 < len(data) <= block:  # a fast path for small tensors, which are many
-        return digest(data)
-    return "".join([digest(data[at : at + block]) for at in range(0, len(data), block)])
+        return checksum(data)
+    return "".join([checksum(data[at : at + block]) for at in range(0, len(data), block)])
 
 
 def slice_checksums(checksums: str, first: int, count: int) -> str:
-    """Return ``count`` of the checksums, from block number ``first`` on.
-
-    >>> slice_checksums("a" * 16 + "b" * 16 + "c" * 16, 1, 1)
-    'bbbbbbbbbbbbbbbb'
-    """
+    """Return ``count`` of the checksums, from block number ``first`` on."""
     return checksums[first * DIGITS : (first + count) * DIGITS]
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 FORMAT = "lightning-shardckpt"
 VERSION = "1.0"
@@ -184,9 +150,8 @@ MAX_DEPTH = 128
 _T = TypeVar("_T")
 
 
-def to_json_texts(values: list[str]) -> list[str]:
-    """Return each string as JSON. One ``json.dumps`` encodes all, since a call costs more than a string."""
-    return json.dumps(values, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n") if values else []
+compact: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+"""Return a value as JSON without spaces."""
 
 
 def parse_json(text: bytes, where: str) -> Any:
@@ -196,36 +161,28 @@ def parse_json(text: bytes, where: str) -> Any:
         FormatError: with ``where`` and the position of the error.
     """
     check_json_size(text, where)
+    too_deep = f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels"
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_build_object, parse_constant=_refuse_constant)
     except RecursionError:
-        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels") from None
+        raise FormatError(too_deep) from None
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
-    _check_depth(value, where)
+    level, nested = [value] if isinstance(value, dict | list) else [], {dict, list}
+    for _ in range(MAX_DEPTH):  # readers of the value recurse
+        values = [item.values() if type(item) is dict else item for item in level]
+        level = [inner for items in values for inner in items if type(inner) in nested]
+    if level:
+        raise FormatError(too_deep)
     return value
 
 
 def check_json_size(text: bytes, where: str) -> None:
-    """Refuse JSON that is too large to parse. Commas and brackets in strings count, too: the text is not parsed.
-
-    Raises:
-        FormatError: with ``where``, the size and the limit.
-    """
+    """Raise a FormatError for JSON that is too large to parse. It is not parsed: commas in strings count, too."""
     if len(text) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
     if len(text) > MAX_VALUES and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
-
-
-def _check_depth(value: Any, where: str) -> None:
-    """Refuse deeply nested JSON, since readers of the value recurse."""
-    level, nested = [value] if isinstance(value, dict | list) else [], {dict, list}
-    for _ in range(MAX_DEPTH):
-        values = [item.values() if type(item) is dict else item for item in level]
-        level = [inner for items in values for inner in items if type(inner) in nested]
-    if level:
-        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -240,13 +197,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def compact(value: Any) -> str:
-    """Return a value as JSON without spaces."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
-    """Check the format and version of an index, and decode it."""
+def decode_index(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+    """Parse an index, check its format and version, and decode it. Raises a FormatError that names ``where``."""
+    value = parse_json(text, where)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
     if value.get("version") != VERSION:

@@ -22,6 +22,7 @@ import json
 import pickle
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,66 +31,66 @@ import torch
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.layout import Box, Shape
-from lightning_shardckpt.format.value_checks import (
-    bytes_in,
-    check_file_name,
-    check_shape,
-    check_size,
-    check_text,
-    shown,
-)
+from lightning_shardckpt.format.value_checks import bytes_in, check_file_name, check_shape, check_size, shown
 from lightning_shardckpt.sources.open_source import DCP_NAME
-from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source, close_on_error
+from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source
 from lightning_shardckpt.sources.torch_save import DictTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
-from lightning_shardckpt.storage.protocol import Reader, read_all
+from lightning_shardckpt.storage.protocol import read_all
 
-META = "meta.pt"
+_META = "meta.pt"
+_ADVICE = ". If you trust its author, pass weights_only=False to the Trainer's method, which executes code from it."
 _MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
 
-Entries = Mapping[str, tuple[str | int, ...]]
-"""Paths by key."""
+_Paths = dict[str, tuple[str | int, ...]]
+"""Paths of entries in a nested state dict, by key."""
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
     """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
-    with close_on_error(LocalReader(path)) as reader:
-        stored, by_top = _Stored(path, reader), dict[str, dict[str, tuple[str | int, ...]]]()
-        meta = stored.meta(weights_only)
-        for key, place in stored.paths.items():
-            by_top.setdefault(str(place[0]), {})[key] = place[1:]
-        optimizers = [top for top, of in by_top.items() if _GROUPS in {_split(place)[0] for place in of.values()}]
-        others = [top for top, of in by_top.items() if top not in optimizers and of.keys() & stored.located]
-        nested = [top for top in others if all(by_top[top].values())]
-        chosen = [top for top in nested if top in _MODELS]
-        if len(chosen) != 1:  # a single dict of tensors beside meta.pt or an optimizer is a model, whatever its name
-            chosen = nested if len(nested) == len(others) == 1 and (meta is not None or optimizers) else []
-        keys = dict[str, str]()
-        for top in others:
-            for key, place in by_top[top].items():
-                name = clean_fqn(".".join(map(str, place)) if top in chosen else key)
-                if (other := keys.setdefault(name, key)) != key:
-                    raise FormatError(f"{shown(other)} and {shown(key)} are both an entry {shown(name)} of the model")
-        state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in keys.items()}
-        rest = {key: place for key, place in stored.paths.items() if str(place[0]) not in (*optimizers, *others)}
-        checkpoint = stored.nested(rest) | (meta or {})
-        if optimizers or "lr_schedulers" in checkpoint:  # of a Trainer whose optimizers may have had no state
-            tops = sorted(optimizers, key=_by_number)
-            checkpoint["optimizer_states"] = [_optimizer(stored, by_top[top]) for top in tops]
-        return source_of_dicts(path, stored.tensors, state_dict, checkpoint)
+    stored, by_top, meta = _Stored(path), dict[str, _Paths](), None
+    with suppress(FileNotFoundError):
+        meta = dict(stored.load(_Place(_META, 0, stored.size(_META)), weights_only=weights_only))
+    for key, place in stored.paths.items():
+        by_top.setdefault(str(place[0]), {})[key] = place[1:]
+    optimizers = [top for top, of in by_top.items() if _GROUPS in {_split(place)[0] for place in of.values()}]
+    others = [top for top, of in by_top.items() if top not in optimizers and any(map(stored.is_tensor, of))]
+    nested = [top for top in others if all(by_top[top].values())]
+    chosen = [top for top in nested if top in _MODELS]
+    if len(chosen) != 1:  # a single dict of tensors beside meta.pt or an optimizer is a model, whatever its name
+        chosen = nested if len(nested) == len(others) == 1 and (meta is not None or optimizers) else []
+    keys = dict[str, str]()
+    for top in others:
+        for key, place in by_top[top].items():
+            name = clean_fqn(".".join(map(str, place)) if top in chosen else key)
+            if (other := keys.setdefault(name, key)) != key:
+                raise FormatError(f"{shown(other)} and {shown(key)} are both an entry {shown(name)} of the model")
+    state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in keys.items()}
+    rest = dict[Any, Any]()
+    for key, (*above, last) in stored.paths.items():
+        if str([*above, last][0]) not in (*optimizers, *others):
+            inner = rest
+            for part in above:
+                inner = inner.setdefault(part, {})
+            inner[last] = stored.value(key)
+    checkpoint = rest | (meta or {})
+    if optimizers or "lr_schedulers" in checkpoint:  # of a Trainer whose optimizers may have had no state
+        tops = sorted(optimizers, key=_by_number)
+        checkpoint["optimizer_states"] = [_optimizer(stored, by_top[top]) for top in tops]
+    return source_of_dicts(path, stored.tensors, state_dict, checkpoint)
 
 
-def _optimizer(stored: _Stored, entries: Entries) -> dict[str, Any]:
+def _optimizer(stored: _Stored, paths: _Paths) -> dict[str, Any]:
     """Return the state dict of an optimizer, given the paths of its entries.
 
     Param groups are one value, or numbered; or settings are stored for each parameter, and equal ones are a group.
     """
     state, settings, groups = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
-    for key, path in entries.items():
+    for key, path in paths.items():
         kind, owner, name = _split(path)
         if kind == _STATE and owner:
             state.setdefault(owner, {})[name] = stored.get(key, min_ndim=1)
@@ -99,7 +100,7 @@ def _optimizer(stored: _Stored, entries: Entries) -> dict[str, Any]:
             groups += stored.value(key)
         else:
             raise FormatError(f"{shown(key)} is not an entry of an optimizer of torch")
-    if any(len(path) > 1 and path[0] == _GROUPS for path in entries.values()):
+    if any(len(path) > 1 and path[0] == _GROUPS for path in paths.values()):
         groups += [settings[number] for number in sorted(settings, key=_by_number)]
     else:
         joined = dict[str, dict[str, Any]]()
@@ -128,11 +129,11 @@ def _split(path: tuple[str | int, ...]) -> tuple[str, str, str]:
     return kind, owner, name
 
 
-# ── entries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── entries ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Place(NamedTuple):
-    """A part of a file."""
+    """A part of a file, which ``torch.save`` wrote."""
 
     file: str
     begin: int
@@ -148,124 +149,100 @@ class _Stored:
     Attributes:
         tensors: each "file" is a chunk of a stored tensor.
         paths: of the entries, by key.
-        located: stored tensors by key; other entries are values.
+        size: returns the bytes of a file.
     """
 
-    def __init__(self, path: str, reader: Reader) -> None:
-        self.tensors, self._values = DictTensors(reader), dict[str, _Place]()
-        self.paths, self.located = dict[str, tuple[str | int, ...]](), dict[str, ForeignTensor]()
-        self._path, self._reader, self._size = path, reader, cache(reader.size)
-        metadata = _read_metadata(reader)
+    def __init__(self, path: str) -> None:
+        self._path, self._reader = path, LocalReader(path)
+        self.size, self.tensors = cache(self._reader.size), DictTensors(self._reader)
+        self.paths, self._entries = _Paths(), dict[str, _Place | ForeignTensor]()
+        try:
+            metadata: Any = _Unpickler(io.BytesIO(read_all(self._reader, DCP_NAME))).load()
+        except (*MALFORMED, struct.error, pickle.UnpicklingError) as error:
+            raise FormatError(f"{DCP_NAME}: a malformed pickle: {str(error)[:500]}") from None
+        if type(metadata).__name__ != "Metadata":
+            raise FormatError(f"{DCP_NAME}: {shown(metadata)} where a Metadata is expected")
         infos = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
         for key, entry in metadata.state_dict_metadata.items():
-            self._take(check_text(key), entry, infos)
+            is_tensor = "chunks" in vars(entry)
+            self._entries[key] = (self._tensor if is_tensor else self._place)(key, entry, infos)
             keys: Any = metadata.planner_data.get(key) if isinstance(metadata.planner_data, dict) else None
             is_path = isinstance(keys, tuple) and keys and all(type(part) in (str, int) for part in keys)
             self.paths[key] = keys if is_path else (key,)  # it was not nested, or another planner saved it
 
-    def _take(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> None:
-        if "chunks" not in vars(entry):
-            self._values[key] = self._place(key, None, infos)
-            return
+    def _tensor(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> ForeignTensor:
         dtype, shape, boxes = DTYPES.get(entry.properties.state[0]), check_shape(entry.size), list[ForeignBox]()
         if dtype is None:
             raise FormatError(f"{shown(key)}: dtype {shown(entry.properties.state[0])} is not supported")
         bytes_in(shape, dtype)
         for start, lengths in {check_shape(c.offsets): check_shape(c.sizes) for c in entry.chunks}.items():
             if 0 not in lengths:
-                place = self._place(key, start, infos)
+                place = self._place(key, None, infos, start)
                 self.tensors.loads[str(place)] = partial(self._load_chunk, place, dtype, lengths)
                 boxes.append(ForeignBox(Box.whole(lengths).shift(start), str(place), 0))
-        self.located[key] = ForeignTensor(dtype, shape, tuple(boxes))
+        return ForeignTensor(dtype, shape, tuple(boxes))
 
-    def _place(self, key: str, offset: Shape | None, infos: Mapping[Any, Any]) -> _Place:
-        """Return the place of an entry or a chunk."""
+    def _place(self, key: str, _: Any, infos: Mapping[Any, Any], offset: Shape | None = None) -> _Place:
+        """Return the place of an entry, or of the chunk of a tensor at an offset."""
         if (info := infos.get((key, offset))) is None:
             raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
         if transforms := info.transform_descriptors:
             raise FormatError(f"{shown(key)} is stored through {shown(transforms)}")
         place = _Place(check_file_name(info.relative_path), check_size(info.offset), check_size(info.length))
         try:
-            size = self._size(place.file)
+            size = self.size(place.file)
         except FileNotFoundError:
             raise CorruptionError(f"file {place.file}: the file is missing") from None
         if place.begin + place.nbytes > size:
             raise CorruptionError(f"file {place} are wanted, it has {size}")
         return place
 
-    def _load(self, place: _Place, *, weights_only: bool = True) -> Any:
-        """Return a value that ``torch.save`` wrote to a part of a file."""
+    def load(self, place: _Place, *, weights_only: bool = True) -> Any:
+        """Return a value that ``torch.save`` wrote."""
         content = io.BytesIO(bytes(place.nbytes))
         with content.getbuffer() as memory:
             self._reader.read_into(place.file, place.begin, memory)
         try:
             return torch.load(content, "cpu", weights_only=weights_only)
-        except MemoryError:
-            raise
         except Exception as error:  # torch raises a dozen kinds
             reason = shown(str(error).partition("\n")[0] or type(error).__name__)
+            reason += _ADVICE if place.file == _META else ""
             raise FormatError(f"{self._path!r}, file {place}: torch.load does not read it: {reason}") from None
 
     def _load_chunk(self, place: _Place, dtype: str, shape: Shape) -> torch.Tensor:
-        tensor: torch.Tensor = self._load(place)
+        tensor: torch.Tensor = self.load(place)
         is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_dense or (DTYPES.get(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
             raise FormatError(f"{self._path!r}, file {place}: {shown(tensor)} is stored, expected {dtype} {shape}")
-        return tensor.resolve_conj().resolve_neg()
+        return tensor
 
-    def meta(self, weights_only: bool) -> dict[str, Any] | None:
-        """Return the content of Lightning's ``meta.pt``; None if there is no such file."""
-        try:
-            return dict(self._load(_Place(META, 0, self._size(META)), weights_only=weights_only))
-        except FileNotFoundError:
-            return None
-        except FormatError as error:
-            raise FormatError(
-                f"{error}. If you trust its author, pass weights_only=False to the Trainer's method, which then "
-                "executes code from the file."
-            ) from None
+    def is_tensor(self, key: str) -> bool:
+        """Return whether an entry is a tensor; others are values."""
+        return isinstance(self._entries[key], ForeignTensor)
 
     def get(self, key: str, min_ndim: int = 0) -> Any:
         """Return a stand-in for a tensor that has enough dims, else the value."""
-        tensor = self.located.get(key)
-        return self.value(key) if tensor is None or len(tensor.shape) < min_ndim else self.tensors.stand_in(tensor)
+        entry = self._entries[key]
+        if isinstance(entry, ForeignTensor) and len(entry.shape) >= min_ndim:
+            return self.tensors.stand_in(entry)
+        return self.value(key)
 
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""
-        if key in self._values:
-            return self._load(self._values[key])
-        dtype, shape, boxes = self.located[key]
+        entry = self._entries[key]
+        if isinstance(entry, _Place):
+            return self.load(entry)
+        dtype, shape, boxes = entry
         if 0 in shape:
             return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
         if [box.box for box in boxes] != [Box.whole(shape)]:
             raise FormatError(f"{shown(key)} is a tensor of shape {shape}, where a small one is expected")
         return self.tensors.loads[boxes[0].file]()
 
-    def nested(self, paths: Entries) -> dict[str, Any]:
-        """Return the values of entries, nested by path."""
-        nested: dict[Any, Any] = {}
-        for key, path in paths.items():
-            inner = nested
-            for part in path[:-1]:
-                inner = inner.setdefault(part, {})
-            inner[path[-1]] = self.value(key)
-        return nested
 
-
-# ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.3 to 2.13;
 # olmo_core/distributed/checkpoint/filesystem.py, OLMo-core 1.9 to 3.0, whose _StorageInfo has the same fields.
-
-
-def _read_metadata(reader: Reader) -> Any:
-    """Return the record of ``.metadata``. Raises a FormatError for a name that is not known, or a malformed pickle."""
-    try:
-        metadata = _Unpickler(io.BytesIO(read_all(reader, DCP_NAME))).load()
-    except (*MALFORMED, struct.error, pickle.UnpicklingError) as error:
-        raise FormatError(f"{DCP_NAME}: a malformed pickle: {str(error)[:500]}") from None
-    if type(metadata).__name__ != "Metadata":
-        raise FormatError(f"{DCP_NAME}: {shown(metadata)} where a Metadata is expected")
-    return metadata
 
 
 class _Record:

@@ -27,7 +27,7 @@ from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.format.value_checks import check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL
-from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source
 from lightning_shardckpt.sources.torch_save import DictTensors, map_file, source_of_dicts
 from lightning_shardckpt.state.state_dicts import VERSION
 from lightning_shardckpt.state.tensor_bytes import DTYPES
@@ -42,9 +42,10 @@ _OF_DEEPSPEED = frozenset(
     | {"skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"}
     | {"checkpoint_parallel_dimensions", "universal_checkpoint_info"}
 )
-
-State = dict[Any, dict[str, Any]]
-"""The state of an optimizer by parameter."""
+_Optimizer = tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]
+"""The state of an optimizer by parameter, and its param groups."""
+_Shapes = Sequence[Mapping[str, Shape]]
+"""The shapes of the parameters that follow one another in each vector, by name."""
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
@@ -56,37 +57,34 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     """
     models, optimizers = (_rank_files(path, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
     universal = [str(file.relative_to(path)) for file in sorted(Path(path, _UNIVERSAL).rglob("*.pt"))]
-    with close_on_error(LocalReader(path)) as reader:
-        tensors = DictTensors(reader, [*models, *optimizers, *universal])
-        contents = [_load(path, name, weights_only) for name in models]
-        content, model = contents[0], dict(contents[0]["module"])
-        shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
-        if universal:
-            files = {name: _load(path, name) for name in universal}
-            state, groups = _of_parameters(files, shapes, model)
-        elif optimizers:
-            states = [_load(path, name)["optimizer_state_dict"] for name in optimizers]
-            state, groups = _of_ranks(states, shapes, model, tensors)
-        elif shapes:
-            raise CorruptionError("the files of the optimizer (*_optim_states.pt) are missing")
-        else:  # ZeRO 0
-            optimizer = content["optimizer"] or {"state": {}, "param_groups": None}
-            state, groups = optimizer["state"], optimizer["param_groups"]
-        if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
-            for name, size in (content["frozen_param_shapes"] or {}).items():  # each rank has an equal part of ZeRO 3
-                parts, shape = [one["frozen_param_fragments"][name] for one in contents], check_shape(size)
-                pieces = _partitions([{name: shape}], [len(parts[0])], len(parts))[name]
-                model[name] = _join(f"frozen {name}", shape, [(piece, parts[piece.rank]) for piece in pieces], tensors)
-        for alias, name in (content["shared_params"] or {}).items():
-            model[alias] = model[name]
-        rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
-        if VERSION not in rest:
-            if content.get("lr_scheduler") is not None:
-                rest["lr_schedulers"] = [content["lr_scheduler"]]
-            rest.setdefault("global_step", content.get("global_steps", 0))
-        if groups is not None:
-            rest["optimizer_states"] = [{"state": state, "param_groups": groups}]
-        return source_of_dicts(path, tensors, model, rest)
+    tensors = DictTensors(LocalReader(path), [*models, *optimizers, *universal])
+    contents = [_load(path, name, weights_only) for name in models]
+    content, model = contents[0], dict(contents[0]["module"])
+    shapes = [{n: check_shape(shape) for n, shape in of.items()} for of in content["param_shapes"] or ()]
+    state, groups = dict[Any, dict[str, Any]](), None
+    if universal:
+        state, groups = _of_parameters({name: _load(path, name) for name in universal}, shapes, model)
+    elif optimizers:
+        states = [_load(path, name)["optimizer_state_dict"] for name in optimizers]
+        state, groups = _of_ranks(states, shapes, model, tensors)
+    elif shapes:
+        raise CorruptionError("the files of the optimizer (*_optim_states.pt) are missing")
+    elif content["optimizer"]:  # ZeRO 0
+        state, groups = content["optimizer"]["state"], content["optimizer"]["param_groups"]
+    if any(isinstance(value, Tensor) and value.shape == (0,) for value in content["module"].values()):
+        for name, size in (content["frozen_param_shapes"] or {}).items():  # each rank has an equal part of ZeRO 3
+            parts, shape = [one["frozen_param_fragments"][name] for one in contents], check_shape(size)
+            pieces = _partitions([{name: shape}], [len(parts[0])], len(parts))[name]
+            model[name] = _join(f"frozen {name}", shape, [(piece, parts[piece.rank]) for piece in pieces], tensors)
+    model |= {alias: model[name] for alias, name in (content["shared_params"] or {}).items()}
+    rest = {key: value for key, value in content.items() if key not in _OF_DEEPSPEED}
+    if VERSION not in rest:
+        if content.get("lr_scheduler") is not None:
+            rest["lr_schedulers"] = [content["lr_scheduler"]]
+        rest.setdefault("global_step", content.get("global_steps", 0))
+    if groups is not None:
+        rest["optimizer_states"] = [{"state": state, "param_groups": groups}]
+    return source_of_dicts(path, tensors, model, rest)
 
 
 def _rank_files(path: str, pattern: re.Pattern[str]) -> list[str]:
@@ -123,7 +121,7 @@ def _load(path: str, name: str, weights_only: bool = True) -> Any:
         return map_file(os.path.join(path, name), weights_only)
 
 
-def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Shape]]) -> list[dict[str, Any]]:
+def _named(groups: Sequence[Mapping[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
     """Return param groups with the names of their parameters in place of the numbers of their vectors."""
     numbers = [number for group in groups for number in group["params"]]
     if numbers != [*range(len(shapes))]:
@@ -131,15 +129,13 @@ def _named(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Sh
     return [{**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in groups]
 
 
-def _of_parameters(
-    files: Mapping[str, Any], shapes: Sequence[Mapping[str, Shape]], model: dict[str, Any]
-) -> tuple[State, list[dict[str, Any]]]:
+def _of_parameters(files: Mapping[str, Any], shapes: _Shapes, model: dict[str, Any]) -> _Optimizer:
     """Return the optimizer in the files of a universal checkpoint, ``zero/<parameter>/<state>.pt``; fill the model."""
-    optimizer, state = files[f"{_UNIVERSAL}/optimizer_state.pt"], State()
+    optimizer = files[f"{_UNIVERSAL}/optimizer_state.pt"]
+    whole = {name: shape for group in shapes for name, shape in group.items()}
     base = optimizer.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # ZeRO 3 has the steps only here
     steps = {key: value for key, value in base.items() if not isinstance(value, Tensor) or not value.ndim}
-    whole = {name: shape for group in shapes for name, shape in group.items()}
-    state |= {name: dict(steps) for name in whole}
+    state: dict[Any, dict[str, Any]] = {name: dict(steps) for name in whole}
     for file, value in files.items():
         folder, _, key = file.removesuffix(".pt").rpartition("/")
         if (name := folder.removeprefix(f"{_UNIVERSAL}/")) in whole:
@@ -165,13 +161,10 @@ class _Piece(NamedTuple):
 
 
 def _of_ranks(
-    ranks: Sequence[Mapping[str, Any]],
-    shapes: Sequence[Mapping[str, Shape]],
-    model: dict[str, Any],
-    tensors: DictTensors,
-) -> tuple[State, list[dict[str, Any]]]:
+    ranks: Sequence[Mapping[str, Any]], shapes: _Shapes, model: dict[str, Any], tensors: DictTensors
+) -> _Optimizer:
     """Return the optimizer in the files of ranks, of whose vectors parameters and their state are parts."""
-    counts, stage, state = ranks[0]["partition_count"], int(ranks[0]["zero_stage"]), State()
+    counts, stage, state = ranks[0]["partition_count"], int(ranks[0]["zero_stage"]), dict[Any, dict[str, Any]]()
     if len(ranks) != (expected := max(counts) if isinstance(counts, list) else counts):
         raise ValueError(f"{len(ranks)} files of an optimizer on {expected} ranks")
     masters, bases = [rank[_MASTERS[stage]] for rank in ranks], [rank[_BASE[stage]] for rank in ranks]
@@ -193,11 +186,10 @@ def _of_ranks(
     return state, _named(bases[0]["param_groups"], shapes)
 
 
-def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
+def _partitions(shapes: _Shapes, lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
     """Return the pieces of ZeRO 3: an equal part of each parameter on each rank, one after another in its vectors.
 
-    A large param group has several vectors, whose shapes of parameters and lengths are given. Raises a ValueError if
-    the parameters don't fill their vectors.
+    Raises a ValueError if the parameters don't fill their vectors, whose lengths are given.
     """
     pieces = dict[str, list[_Piece]]()
     for number, (group, length) in enumerate(zip(shapes, lengths, strict=True)):
@@ -221,19 +213,15 @@ def _join(kind: str, shape: Shape, parts: Sequence[tuple[_Piece, Tensor]], tenso
         if begin + size > len(vector):
             raise ValueError(f"{name} has {len(vector)} elements, expected {begin + size}")
         tensors.loads[name] = vector.detach
-        for box in flat_boxes(shape, first, first + size):
+        for box in _flat_boxes(shape, first, first + size):
             boxes.append(ForeignBox(box, name, begin * dtype.itemsize))
             begin += box.numel
         first += size
     return tensors.stand_in(ForeignTensor(DTYPES[dtype], shape, tuple(boxes)))
 
 
-def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes of consecutive elements of a row-major tensor, in their order.
-
-    >>> [(box.start, box.stop) for box in flat_boxes((3, 4), 2, 9)]
-    [((0, 2), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (3, 1))]
-    """
+def _flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Yield boxes of consecutive elements of a row-major tensor, in their order."""
     if not shape and start < stop:
         yield Box((), ())
         return

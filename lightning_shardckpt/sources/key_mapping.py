@@ -1,15 +1,14 @@
 """Key mappings from stored to new names, for loads, pretrained weights and exports, and renamed sources. No torch.
 
-A mapping goes from the names in a checkpoint or file to new names, never in the other direction. All names are mapped
-at once, so they can be swapped. An entry ``old: new`` is
+A mapping goes from the names in a checkpoint or file to new names. All are mapped at once, so they can be swapped. An
+entry ``old: new`` is
 
 - the mapping of one tensor, if ``old`` is its whole name: ``"head.weight": "lm_head.weight"``;
 - a regular expression and its replacement, if ``old`` has any of ``^$*+?()[]{}|`` or a backslash, which names don't
   have: ``"^gpt_neox": "model"``. It may match anywhere in a name. Expressions are applied in one pass from left to
   right; of several matches at the same place the first counts. They do not apply to names with an entry of their own.
 
-``new`` None leaves the tensor out. An expression with None leaves out every name in which it is found, also if another
-expression matches there.
+``new`` None leaves the tensor out; with an expression, every name in which it is found.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ KeyMappingLike: TypeAlias = "KeyMapping | Mapping[str, str | None] | Callable[[s
 """A dict or a function from stored names to new names."""
 
 _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
-_Rule: TypeAlias = tuple[re.Pattern[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class KeyMapping:
 
     function: Callable[[str], str | None] | None = None
     names: Mapping[str, str | None] = field(default_factory=dict)
-    rules: Sequence[_Rule] = ()
+    rules: Sequence[tuple[re.Pattern[str], str | None]] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -67,7 +65,7 @@ class KeyMapping:
                 "key_mapping is a dict from stored names (or regular expressions that are found in them) to new names, "
                 f"or a function, got {given!r}"
             )
-        names, rules = dict[str, str | None](), list[_Rule]()
+        names, rules = dict[str, str | None](), list[tuple[re.Pattern[str], str | None]]()
         for old, new in (given or {}).items():
             if not isinstance(old, str) or not isinstance(new, str | None):
                 raise ValueError(f"key_mapping has {old!r}: {new!r}, but a name must map to a name or None")
@@ -84,11 +82,7 @@ class KeyMapping:
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> KeyMapping:
-        """Return the mapping of arguments of a command, each ``OLD=NEW``; ``OLD=null`` leaves out.
-
-        Raises:
-            ValueError: if one has no ``=``, or an expression or a replacement is malformed.
-        """
+        """Return the mapping of arguments of a command, each ``OLD=NEW``; ``OLD=null`` leaves out. Raises as ``of``."""
         pairs = [text.rpartition("=") for text in texts]
         if wrong := [new for _, equals, new in pairs if not equals]:
             raise ValueError(f"key_mapping {wrong[0]!r} is not OLD=NEW")
@@ -111,13 +105,13 @@ class KeyMapping:
         if any(new is None and pattern.search(name) for pattern, new in self.rules):
             return None
         done, at = "", 0
-        while matches := [(match, new) for pattern, new in self.rules if (match := pattern.search(name, at))]:
-            match, new = min(matches, key=lambda pair: pair[0].start())
-            done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
-            if match.end() == match.start():  # an empty match: continue after the next character
-                done, at = done + name[at : at + 1], at + 1
-            if at >= len(name):
+        while at < max(len(name), 1):
+            matches = [(match, new) for pattern, new in self.rules if (match := pattern.search(name, at))]
+            if not matches:
                 break
+            match, new = min(matches, key=lambda pair: pair[0].start())
+            end = match.end() + (match.end() == match.start())  # after an empty match, continue after a character
+            done, at = done + name[at : match.start()] + match.expand(new or "") + name[match.end() : end], end
         return done + name[at:]
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
@@ -136,11 +130,7 @@ class KeyMapping:
         return {new: olds[0] for new, olds in renamed.items()}
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """Return a line for each entry that matches none of the stored names; none for a function.
-
-        >>> KeyMapping.of({"mine.w": "a", "a": "b", "^l": "h"}).unused(["a", "l.w"])
-        ["key_mapping: 'mine.w'  matches no name in the checkpoint"]
-        """
+        """Return a line for each entry that matches none of the stored names; none for a function."""
         unused = [old for old in self.names if old not in names]
         unused += [pattern.pattern for pattern, _ in self.rules if not any(map(pattern.search, names))]
         return [f"key_mapping: {old!r}  matches no name in the checkpoint" for old in unused]
@@ -158,7 +148,7 @@ def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) ->
 
 
 def rename(
-    source: Source, names: Mapping[str, str], optimizers: Sequence[int] | None, left_out: Collection[str] = ()
+    source: Source, names: Mapping[str, str], optimizers: Sequence[int] | None = None, left_out: Collection[str] = ()
 ) -> Source:
     """Return a source with other names.
 
@@ -166,7 +156,7 @@ def rename(
         source: the stored state, which the caller closes.
         names: stored names of the model's entries, by name in the result; others are left out. Two entries may have
             the same stored name.
-        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; None if there are none.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
         left_out: stored names that the user leaves out, along with their optimizer state.
 
     Raises:
@@ -184,7 +174,7 @@ def rename(
     for role in ("model", "frozen"):
         entries = source.document(role)
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
-    if optimizers is None:
+    if (document := source.document("optimizer")) is None:
         return source.with_names(table, aliases, documents)
     absent = {model.aliases.get(name, name) for name in left_out} - renamed.keys()
 
@@ -195,7 +185,8 @@ def rename(
     def with_names(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "params": [name for name in map(name_of, entry["params"]) if name is not None]}
 
-    numbers, of_optimizers = {str(number): str(at) for at, number in enumerate(optimizers)}, dict[str, StoredTensor]()
+    kept = range(len(document)) if optimizers is None else optimizers
+    numbers, of_optimizers = {str(number): str(at) for at, number in enumerate(kept)}, dict[str, StoredTensor]()
     for key, tensor in source.table.get("optimizer", {}).items():
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
@@ -203,7 +194,7 @@ def rename(
             of_optimizers[f"{numbers[number]}/{new}/{state}"] = tensor
     documents["optimizer"] = {}
     for number, at in numbers.items():
-        documents["optimizer"][at] = one = dict(source.document("optimizer")[number])
+        documents["optimizer"][at] = one = dict(document[number])
         if not one["numbered"]:
             one["groups"] = {n: with_names(group) for n, group in one["groups"].items()}
             one["values"] = {name: list(map(with_names, shared)) for name, shared in one["values"].items()}
@@ -230,7 +221,7 @@ def map_names(
         mapping: of the user, from stored names without ``prefix``.
         prefix: of the stored names; others are left out.
         move: returns the name in the result by mapped name, None to leave it out.
-        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
+        optimizers: as in ``rename``.
 
     Raises:
         MismatchError: if entries of the mapping give a name several times.
@@ -244,6 +235,4 @@ def map_names(
     names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
     kept = {name: stored for name, stored in names if name is not None}
     left_out = [prefix + name for name in known if mapping(name) is None]
-    if optimizers is None and document is not None:
-        optimizers = range(len(document))
     return rename(source, kept, optimizers, left_out), mapping.unused({*known})

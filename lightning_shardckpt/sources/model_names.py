@@ -1,8 +1,7 @@
 """Sources under a model's names, before it is sharded; the user's key mapping comes before (``sources.key_mapping``).
 
 Files of other programs may hold a part of the LightningModule, the base of a model with a head, or a model that PEFT
-has not wrapped yet: all ways of matching names are tried, and the one that uses most stored tensors is taken. Which
-tensors then match, and why others don't, is in ``checkpoint.load_job``.
+has not wrapped yet: all ways of matching names are tried, and the one that uses most stored tensors is taken.
 
 A model of transformers may have other names and tensors than its files: the experts of a mixture are one tensor in
 memory, and one for each expert in files. transformers has a list of such conversions for each model. It renames;
@@ -53,7 +52,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
             continue
         try:
             joined[live] = _convert(where, tensors)
-        except UnsupportedError as error:
+        except MismatchError as error:
             problems.append(f"{live}  needs a conversion of transformers that is not supported: {error}")
     unexpected = patterns_that_may_be_unexpected(best.model) if best.model is not None else ()
     used = best.used()
@@ -61,7 +60,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
         if (new := best.prefix + name.removeprefix(best.stored_prefix)) not in joined:
             names.setdefault(new, name)
-    fitted = rename(source, names, None)
+    fitted = rename(source, names)
     table = {**fitted.table["model"], **list_tensors(source.reader, joined)}
     return replace(fitted, table={**fitted.table, "model": table}), problems
 
@@ -97,13 +96,9 @@ class _Candidate(NamedTuple):
         """Return the stored names that match."""
         return {*chain(*([one] if isinstance(one, str) else chain(*one.parts.values()) for one in self.hits.values()))}
 
-    def rank(self) -> tuple[int, bool, int]:
-        """Return a key that sorts better matches last."""
-        return len(self.used()), self.has_adapter, len(self.hits)
-
 
 def _best_candidate(path: str, stored: Sequence[str], state: Collection[str], module: nn.Module) -> _Candidate:
-    ranked = [(candidate.rank(), candidate) for candidate in _candidates(stored, state, module)]
+    ranked = [((len(one.used()), one.has_adapter, len(one.hits)), one) for one in _candidates(stored, state, module)]
     rank, best = max(ranked, key=lambda pair: pair[0])  # the first of several
     if not best.hits:
         raise MismatchError(
@@ -127,10 +122,14 @@ def _candidates(stored: Sequence[str], state: Collection[str], module: nn.Module
         hits: dict[str, str | Joined] = {known[name]: name for name in stored if name in known}
         adapters = added_names(inside)
         yield _Candidate(prefix, hits, has_adapter=any(name.removeprefix(prefix) in adapters for name in hits))
-    for prefix, model in _hugging_face_models(module).items():
-        live = _relative(state, prefix)
-        found = _names_in_model(model, stored, live)
-        yield _Candidate(prefix, {name: where for short, where in found.items() for name in live[short]}, model)
+    models: dict[str, nn.Module] = {}  # the outermost of transformers
+    for name, model in module.named_modules():
+        prefix = f"{clean_fqn(name)}." if name else ""
+        is_model = isinstance(getattr(type(model), "base_model_prefix", None), str) and hasattr(model, "config")
+        if is_model and not prefix.startswith(tuple(models)):
+            models[prefix], live = model, _relative(state, prefix)
+            found = _names_in_model(model, stored, live)
+            yield _Candidate(prefix, {name: where for short, where in found.items() for name in live[short]}, model)
     for prefix in ["", *sorted({_common_prefix(state), *children} - {""})]:
         live = _relative(state, prefix)
         for less in dict.fromkeys(["", _common_prefix(stored)]):
@@ -149,31 +148,12 @@ def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
 
 
 def _common_prefix(names: Collection[str]) -> str:
-    """Return the common leading components of all names, with a trailing dot; never the last component of a name.
-
-    >>> _common_prefix(["net.a.w", "net.b"]), _common_prefix(["a.w", "b"])
-    ('net.', '')
-    """
+    """Return the common leading components of all names, with a trailing dot; never the last component of a name."""
     parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return "".join(f"{same[0]}." for same in takewhile(lambda part: len({*part}) == 1, parts))
 
 
 # ── conversions of transformers ───────────────────────────────────────────────────────────────────────────────────────
-
-
-class UnsupportedError(Exception):
-    """A conversion other than stacking and concatenating; caught where the tensor's name is known."""
-
-
-def _hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost models of transformers inside a module, by the prefix of their names."""
-    models: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        prefix = f"{clean_fqn(name)}." if name else ""
-        is_model = isinstance(getattr(type(module), "base_model_prefix", None), str) and hasattr(module, "config")
-        if is_model and not prefix.startswith(tuple(models)):
-            models[prefix] = module
-    return models
 
 
 def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Joined]:
@@ -184,8 +164,11 @@ def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[s
         bare = name.removeprefix(f"{prefix}.") if prefix else name
         return next((n for n in (name, bare, f"{prefix}.{name}") if n in known), None)
 
+    def natural(name: str) -> list[int | str]:  # "layers.10" comes after "layers.9"
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
     names, joined = dict[str, str | Joined](), dict[str, Joined]()
-    for name in sorted(stored, key=_natural):
+    for name in sorted(stored, key=natural):
         new = name
         for rename_key in renamings:
             new, _ = rename_key(new)
@@ -200,19 +183,14 @@ def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[s
     return {**names, **joined}
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Return a key that sorts "layers.10" after "layers.9"."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _convert(joined: Joined, tensors: Mapping[str, StoredTensor]) -> ForeignTensor:
-    """Return the tensor that a conversion makes. Raises an UnsupportedError that names the operation."""
+    """Return the tensor that a conversion makes. Raises a MismatchError that names the operation."""
     patterns, pieces = joined.converter.source_patterns, dict[str, list[ForeignTensor]]()
     for pattern in (pattern for pattern in patterns if pattern in joined.parts):
         located = [tensors[name].located for name in joined.parts[pattern]]
         pieces[pattern] = [tensor for tensor in located if tensor is not None]
         if len(pieces[pattern]) < len(located):
-            raise UnsupportedError("joining tensors of a sharded checkpoint")
+            raise MismatchError("joining tensors of a sharded checkpoint")
     for operation in joined.converter.operations:
         kind, dim = type(operation).__name__, getattr(operation, "dim", None)
         if kind == "MergeModulelist" and dim is not None:
@@ -220,16 +198,14 @@ def _convert(joined: Joined, tensors: Mapping[str, StoredTensor]) -> ForeignTens
         elif kind == "Concatenate" and dim is not None:
             pieces = {"": [_concatenate([*chain.from_iterable(pieces.values())], dim)]}
         else:
-            raise UnsupportedError(f"{kind} of {', '.join(patterns)} along dim {dim}")
+            raise MismatchError(f"{kind} of {', '.join(patterns)} along dim {dim}")
     results, targets = [*chain.from_iterable(pieces.values())], joined.converter.target_patterns
     if len(results) != 1 or len(targets) != 1:
-        raise UnsupportedError(f"{', '.join(targets)} of {', '.join(patterns)}")
+        raise MismatchError(f"{', '.join(targets)} of {', '.join(patterns)}")
     return results[0]
 
 
 def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
-    """Insert a dim of length 1."""
-
     def insert(shape: Shape, value: int) -> Shape:
         return (*shape[:dim], value, *shape[dim:])
 
@@ -238,10 +214,10 @@ def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
 
 
 def _concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
-    """Concatenate tensors as ``torch.cat`` does; raise an UnsupportedError if dtypes or other dims differ."""
+    """Concatenate tensors as ``torch.cat`` does; raise a MismatchError if dtypes or other dims differ."""
     kinds = {(t.dtype, t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
     if len(kinds) > 1 or not all(len(t.shape) > dim for t in tensors):
-        raise UnsupportedError(f"tensors that differ: {[(t.dtype, t.shape) for t in tensors[:3]]}, along dim {dim}")
+        raise MismatchError(f"tensors that differ: {[(t.dtype, t.shape) for t in tensors[:3]]}, along dim {dim}")
     (dtype, before, after), at, boxes = kinds.pop(), 0, list[ForeignBox]()
     for tensor in tensors:
         by = (*(0 for _ in before), at, *(0 for _ in after))

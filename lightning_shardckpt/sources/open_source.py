@@ -57,29 +57,20 @@ def _find_deepspeed(path: str) -> str | None:
     return path if is_one else None
 
 
-def _find_torch_file(path: str) -> str | None:
-    return path if os.path.isfile(path) and hugging_face.find(path) is None else None
-
-
 FORMATS: list[tuple[str, str, Callable[[str], str | None]]] = [
     ("a checkpoint of torch.distributed.checkpoint", "dcp", _find_dcp),
     ("a checkpoint of DeepSpeed", "deepspeed", _find_deepspeed),
     ("a Hugging Face directory", "hugging_face", hugging_face.find),
-    ("a file of torch.save", "torch_save", _find_torch_file),
+    ("a file of torch.save", "torch_save", lambda p: p if os.path.isfile(p) and not hugging_face.find(p) else None),
 ]
 """Formats of other programs: the name for messages, the module of this folder whose ``open_path`` opens such a file or
 directory (it may import torch), and a function that finds it at a path by names and first bytes, or returns None."""
 
 
 def _find_format(path: str) -> tuple[str, str, str] | None:
-    """Return name, module and place of the format of another program at a path; None for this package's own.
+    """Return name, module and place of the format of another program at a path.
 
-    A checkpoint of this package may contain files of some others, which are not opened. The rest of an unfinished save
-    has no format.
-
-    Raises:
-        CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
-        FormatError: naming the candidates, if several formats match.
+    None for this package's own, which may contain files of some others, and for the rest of an unfinished save.
     """
     name, ours = os.path.basename(path), os.path.isfile(os.path.join(path, ROOT_NAME))
     if (name in (*_MARKS, "meta.pt") or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
@@ -114,11 +105,8 @@ def open_on_ranks(
     long as the storage may take to make a change visible to all.
 
     Args:
-        path: of a checkpoint of this package or of another program, or a URL.
+        path, storage, verify, weights_only: as in ``open_source``.
         ranks: the ranks that open it together.
-        storage: opens checkpoints of this package.
-        verify: whether reads verify checksums, if the format has them.
-        weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
         report: returns what the others must know of this rank, as JSON; called once, in the same exchange.
 
     Yields:
@@ -166,7 +154,12 @@ def open_source(
 ) -> tuple[Source, str]:
     """Open the source at a path in this process alone; one of this package without importing torch.
 
-    Args are those of ``open_on_ranks``; ``for_export`` is that of ``sharded_source``.
+    Args:
+        path: of a checkpoint of this package or of another program, or a URL.
+        storage: opens checkpoints of this package.
+        verify: whether reads verify checksums, if the format has them.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
+        for_export: as in ``sharded_source``.
 
     Returns:
         The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.
@@ -196,12 +189,7 @@ def open_source(
 def open_checkpoint(
     path: str | os.PathLike[str], storage: Storage | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of this package for reading.
-
-    Args:
-        path: of a directory, or a URL.
-        storage: of the path; by default chosen by the path.
-        storage_options: for URLs, without ``storage``.
+    """Open a checkpoint of this package for reading, by default in the storage that its path or URL names.
 
     Raises:
         CheckpointNotFoundError: if there is none; suggests other paths.

@@ -32,10 +32,9 @@ class ReadTarget(NamedTuple):
 def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], None]:
     """Plan how to fill the targets, and open the files for it.
 
-    Every block that they touch is read once, and verified before its bytes count as loaded. Where there are no
-    checksums, or they are not compared, only sizes, headers and save ids are checked. Floating and complex dtypes are
-    converted. Tensors of other dtypes and on devices are filled through windows of host memory, a batch at a time; on a
-    GPU, a batch is copied on the current stream while the next one is read.
+    Every block that they touch is read once, and verified before its bytes count as loaded. Tensors of other dtypes,
+    which are converted, and on devices are filled through windows of host memory, a batch at a time; on a GPU, a batch
+    is copied on the current stream while the next one is read.
 
     Returns:
         A function that performs the reads. It raises a CorruptionError that names file, tensor and rank; then some
@@ -68,13 +67,11 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
 
 _Copied = tuple[StoredTensor, tuple[Part, ...], torch.Tensor]
 """A stored tensor, and its parts for a local tensor that is filled through other memory."""
-_Window = tuple[torch.Tensor, torch.Tensor, list[Request]]
-"""A part of a local tensor, host memory of the stored dtype, and the requests that fill it."""
 
 
-def _batches(copied: Iterable[_Copied]) -> Iterator[list[_Window]]:
-    """Yield windows of the local tensors, in batches of bounded size."""
-    batch, nbytes = list[_Window](), 0
+def _batches(copied: Iterable[_Copied]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, list[Request]]]]:
+    """Yield windows of the local tensors, host memory of the stored dtype, and its requests, in bounded batches."""
+    batch, nbytes = list[tuple[torch.Tensor, torch.Tensor, list[Request]]](), 0
     for stored, parts, local in copied:
         dtype = TORCH_DTYPES[stored.spec.dtype]
         for window in windows(tuple(local.shape), _WINDOW_BYTES // dtype.itemsize):
@@ -90,22 +87,14 @@ def _batches(copied: Iterable[_Copied]) -> Iterator[list[_Window]]:
 
 
 def converts(stored: str, live: str | None) -> bool:
-    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another.
-
-    >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
-    (True, False, False)
-    """
+    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another."""
     return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
 
 
 def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.Tensor | None = None) -> bool:
-    """Return whether stored tensors have the same dtype, shape and bytes.
+    """Return whether stored tensors of a component have the same dtype, shape and bytes.
 
-    Args:
-        source: of the tensors.
-        component: of the tensors.
-        keys: of the tensors.
-        like: a live tensor; stored tensors of its shape are compared only within this rank's part of it.
+    Those of the shape of ``like``, a live tensor, are compared only within this rank's part of it.
 
     Raises:
         CorruptionError: naming file, tensor and rank, if the format has checksums.

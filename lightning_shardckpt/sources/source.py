@@ -7,10 +7,9 @@ format; ``open_source`` detects it. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
 from lightning_shardckpt.format.index import Component, RootIndex, ShardEntry, TensorSpec
@@ -29,17 +28,14 @@ Tables: TypeAlias = Mapping[str, Mapping[str, "StoredTensor"]]
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError, RecursionError)
 """Errors of Python for content that is not laid out as expected."""
 
-Stored: TypeAlias = Callable[[str], Any]
-"""Returns a tensor of the component trainer by key, or what takes its place."""
-
 
 class StoredTensor(NamedTuple):
     """A stored tensor of any format.
 
     Attributes:
         spec: its dtype and shape.
-        requests: returns the requests that fill memory, given the regions of the tensor in it, the shape of the array
-            that it is, and the memory; raises a ShardCkptError if a file is missing, or not the saved one.
+        requests: returns the requests that fill memory, given the regions of the tensor in it, the shape of its array,
+            and the memory; raises a ShardCkptError if a file is missing, or not the saved one.
         located: its boxes, if it is of another format.
     """
 
@@ -57,7 +53,7 @@ class Source:
         reader: of its files.
         table: stored tensors by component and name.
         document: returns the JSON of a role of ``Snapshot.documents``, for a rank, by default 0; None if there is none.
-        trainer: returns the trainer's state.
+        trainer: returns the trainer's state, given a function that returns one of its tensors, or a value in its place.
         aliases: further names of tensors, by component.
         verify: whether reads compare checksums.
         root: the root index of a checkpoint of this package.
@@ -70,7 +66,7 @@ class Source:
     reader: Reader
     table: Tables
     document: Callable[..., Any]
-    trainer: Callable[[Stored], dict[str, Any]]
+    trainer: Callable[[Callable[[str], Any]], dict[str, Any]]
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     verify: bool = False
     root: RootIndex | None = None
@@ -114,8 +110,8 @@ def read_windows(
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of tensors or of parts of them, window by window; every byte is verified if it has a checksum.
 
-    Windows that fit into memory together are read together. Each window reads the whole of the blocks that it touches,
-    so a block that two windows share is read for both: windows should be much larger than blocks.
+    Windows that fit into memory together are read together. A block that two windows share is read for both: windows
+    should be much larger than blocks.
 
     Args:
         source: the stored state.
@@ -151,21 +147,20 @@ def read_windows(
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
 
 _MAX_CACHED_PLANS = 4096  # an export has one for each window
-_Plan: TypeAlias = list[tuple[Overlap, ByteRuns]]
 
 
 def sharded_source(
     checkpoint: Checkpoint, verify: bool = True, *, weights_only: bool = True, for_export: bool = False
 ) -> Source:
-    """Return a checkpoint directory of this package as a source.
+    """Return a checkpoint directory of this package as a source, which closes it.
 
     Args:
-        checkpoint: the open checkpoint, which the source closes.
+        checkpoint: the open checkpoint.
         verify: whether reads compare checksums.
         weights_only: refuse pickled objects in the trainer's state.
         for_export: keep pickled objects and configurations of the trainer's state as they are stored.
     """
-    plans, components = dict[tuple[Any, ...], _Plan](), checkpoint.root.components
+    plans, components = dict[tuple[Any, ...], list[tuple[Overlap, ByteRuns]]](), checkpoint.root.components
 
     def requests(
         component: str, key: str, spec: TensorSpec, parts: tuple[Part, ...], shape: Shape, memory: memoryview
@@ -175,8 +170,7 @@ def sharded_source(
         if (plan := plans.get(kind)) is None:
             plan = []
             for overlap in plan_load(spec, replica, parts):
-                entry = checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
-                overlap = replace(overlap, stored=entry.box)  # which other tensors share, so that it is found faster
+                checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
                 plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
             if len(plans) < _MAX_CACHED_PLANS:
                 plans[kind] = plan
@@ -186,7 +180,7 @@ def sharded_source(
             found.append(Request(key, overlap.writer, entry, runs, memory))
         return found
 
-    def trainer(stored: Stored) -> dict[str, Any]:
+    def trainer(stored: Callable[[str], Any]) -> dict[str, Any]:
         # these import torch, which tools that move bytes don't need
         from lightning_shardckpt.state.json_tree import Pickled, decode, lost_values
         from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
@@ -212,9 +206,8 @@ def sharded_source(
 
 
 # ── other programs' checkpoints ───────────────────────────────────────────────────────────────────────────────────────
-# Boxes of bytes in files tile each tensor. A tensor in a safetensors file is one box, a tensor of torch's distributed
-# checkpoint has a box for each chunk, and a tensor joined from several stored tensors a box for each of these. Such
-# files have no checksums to compare.
+# Boxes of bytes in files tile each tensor: one in a safetensors file, one for each chunk of torch's distributed
+# checkpoints, one for each stored tensor of a joined one. There are no checksums.
 
 _STEP_BYTES = 1 << 20  # the block size of boxes without checksums
 
@@ -236,7 +229,7 @@ class ForeignTensor(NamedTuple):
 
 
 def list_tensors(reader: Reader, tensors: Mapping[str, ForeignTensor]) -> dict[str, StoredTensor]:
-    """Return stored tensors by key, after checking their boxes.
+    """Return stored tensors by key.
 
     Raises:
         FormatError: if the boxes of a tensor do not tile it.
@@ -267,19 +260,6 @@ def _requests(
                 overlap = Overlap(0, box, common, common.within(part.box).shift(part.at))
                 requests.append(Request(key, 0, entry, byte_runs(overlap, shape, size), memory))
     return requests
-
-
-_R = TypeVar("_R", bound=Reader)
-
-
-@contextmanager
-def close_on_error(reader: _R) -> Iterator[_R]:
-    """Close a reader if the block fails."""
-    try:
-        yield reader
-    except BaseException:
-        reader.close()
-        raise
 
 
 # ── Lightning's dict ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,14 +19,7 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.sources.source import (
-    MALFORMED,
-    ForeignBox,
-    ForeignTensor,
-    Source,
-    close_on_error,
-    list_tensors,
-)
+from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source, list_tensors
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
@@ -47,16 +40,15 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
     of several prefixed by their keys. With ``files``, the path is their directory, and each has a part of a state dict.
     """
     folder, names = (path, files) if files else (os.path.dirname(os.path.abspath(path)), [os.path.basename(path)])
-    with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        tensors = DictTensors(reader, names)
-        content, *others = [map_file(os.path.join(folder, name), weights_only) for name in names]
-        content = {**content, **{key: value for one in others for key, value in one.items()}} if others else content
+    tensors = DictTensors(LocalReader(folder, follow_links=True), names)
+    content, *others = [map_file(os.path.join(folder, name), weights_only) for name in names]
+    content = {**content, **{key: value for one in others for key, value in one.items()}} if others else content
 
-        def source(only: str | None) -> Source:
-            rest, state_dict = _split(content, path, only)
-            return source_of_dicts(path, tensors, state_dict, rest, lambda: source(None))
+    def source(only: str | None) -> Source:
+        rest, state_dict = _split(content, path, only)
+        return source_of_dicts(path, tensors, state_dict, rest, lambda: source(None))
 
-        return source("model")
+    return source("model")
 
 
 class DictTensors:
@@ -89,8 +81,8 @@ class DictTensors:
 
     def locate(self, name: str, tensor: torch.Tensor) -> ForeignTensor:
         """Return the stored tensor for one in a dict, given a name for it."""
-        if (located := self._located.get(id(tensor))) is not None:
-            return located[1]
+        if id(tensor) in self._located:
+            return self._located[id(tensor)][1]
         self.loads[name], shape = lambda: tensor, tuple(tensor.shape)
         return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
 
@@ -121,7 +113,7 @@ def source_of_dicts(
     path: str,
     tensors: DictTensors,
     state_dict: Mapping[str, Any] | None,
-    rest: dict[str, Any],
+    rest: Mapping[str, Any],
     all_modules: Callable[[], Source] | None = None,
 ) -> Source:
     """Return the source of a model's state dict, if there is one, and the rest of Lightning's checkpoint dict."""
@@ -168,16 +160,15 @@ def map_file(path: str, weights_only: bool) -> Any:
 
 def _split(content: Any, path: str, only: str | None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Split the content of a file into Lightning's other keys and the state dict; None if it has only optimizers."""
-    is_dict = isinstance(content, dict)
-    if is_dict and isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list):
-        return {"optimizer_states": [content]}, None
-    if isinstance(content, Mapping) and not is_weights(content):
+    if is_weights(content):
+        return {}, content
+    if isinstance(content, Mapping):
+        if isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list):
+            return {"optimizer_states": [content]}, None
         checkpoint = dict(content) if is_lightning_dict(content) else lift_state_dicts(content, only=only)
         state_dict = checkpoint.pop("state_dict", None)
         if isinstance(state_dict, Mapping) or "optimizer_states" in checkpoint:
             return checkpoint, state_dict
-    if is_weights(content):
-        return {}, content
     raise CheckpointNotFoundError(
         f"{path!r} is a file, but no checkpoint: it has no state_dict, nor the state of a module or an optimizer under "
         "another key, nor is it a dict of tensors"

@@ -33,12 +33,12 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 def component_digest(tensors: Iterable[tuple[str, str, Shape, str]]) -> str:
     """Return the digest of a component from name, dtype, shape and digest of its tensors, under each of their names."""
-    return checksum(*map(_line, sorted(tensors)))
+    return checksum(b"".join(map(_line, sorted(tensors))))
 
 
 def values_digest(values: Iterable[tuple[Any, ...]]) -> str:
     """Return the digest of values with the names of their places, in any order."""
-    return checksum(*sorted(map(_line, values)))
+    return checksum(b"".join(sorted(map(_line, values))))
 
 
 def _line(value: Any) -> bytes:

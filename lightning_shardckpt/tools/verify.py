@@ -152,12 +152,12 @@ def _check_file(checkpoint: Checkpoint, quick: bool, file: tuple[RankIndex, File
     lost = f"; it holds data of {list_some([*map(repr, entries)], 5)}"
     with _noting(findings, info.name, rank=index.rank, then=lost):
         checkpoint.check_file(index.component, index.rank, info.name)
-        header = parse_header(read_header(partial(reader.read_into, info.name), info.nbytes), "the file")
+        tensors, _ = parse_header(read_header(partial(reader.read_into, info.name), info.nbytes), "the file")
         described = {
             key: HeaderTensor(*to_header_type(entry.dtype, entry.box.shape), entry.begin, entry.nbytes)
             for key, entry in entries.items()
         }
-        if header.tensors != described:
+        if tensors != described:
             raise FormatError("the header describes other tensors than the rank index")
     for key, entry in entries.items() if not (quick or findings) else ():
         bad, step = list[tuple[int, int]](), max(_CHUNK_BYTES // entry.block, 1) * entry.block

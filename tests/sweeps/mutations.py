@@ -82,7 +82,7 @@ MUTATIONS = (
     Mutation("the checksum of a header is not compared", CORRUPT, "transfer/reader.py",
              "if checksum(start) != info.checksum:", "if False:", (_FLIPPED,)),
     Mutation("the checksum of the root index is not compared", CORRUPT, "format/index.py",
-             "if checksum(text[seal.end() :]) != seal[1].decode():", "if False:", ("unit/format/test_index.py",)),
+             " or checksum(text[seal.end() :]) != seal[1].decode():", ":", ("unit/format/test_index.py",)),
     Mutation("the checksum of an index or a document is not compared", CORRUPT, "transfer/reader.py",
              "if checksum(content) != info.checksum:", "if False:", (_FLIPPED,)),
     Mutation("the size of a file is not compared", CORRUPT, "transfer/reader.py", "if size != info.nbytes:",
@@ -157,7 +157,7 @@ MUTATIONS = (
              "            if False:\n                self.note", (_BACKGROUND,)),
     # ── boxes and plans ───────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("uneven shards are rounded down", EXACT, "format/layout.py",
-             "    size = -(-total // parts)\n    return _take", "    size = max(total // parts, 1)\n    return _take",
+             "    size = -(-total // parts)\n", "    size = max(total // parts, 1)\n",
              ("unit/format/test_layout.py",)),
     Mutation("the second block of a shard begins at the wrong offset of local memory", EXACT, "format/layout.py",
              "        offset += b - a\n    return out", "        offset = b - a\n    return out",
