@@ -51,11 +51,7 @@ _PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:
-    """Return the name of a rank's shard file; numbers count from 1.
-
-    >>> shard_file_name("model", 3, 1)
-    'model-dist-00003-shard-00001.safetensors'
-    """
+    """Return the name of a rank's shard file; numbers count from 1."""
     return f"{component}-dist-{rank:05d}-shard-{number:05d}.safetensors"
 
 
@@ -65,11 +61,7 @@ def rank_index_name(component: str, rank: int) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Return True if this is the name of a rank index, a shard file or a document, in a directory or an object store.
-
-    >>> is_part("0123456789abcdef-model-dist-00000-shard-00001.safetensors"), is_part("model.safetensors")
-    (True, False)
-    """
+    """Return True for the name of a rank index, a shard file or a document, in a directory or an object store."""
     return _PART.fullmatch(name) is not None
 
 
@@ -188,10 +180,6 @@ def _file_info(*values: Any) -> FileInfo:
     return FileInfo(*_row(values, check_file_name, check_size, check_digest))
 
 
-def _head(save_id: str) -> dict[str, Any]:
-    return {"format": FORMAT, "version": VERSION, "save_id": save_id}
-
-
 # ── indexes of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 _FIELDS = ("offsets", "lengths", "global_shape", "dtype", "file", "rank", "begin", "block", "checksums")
@@ -208,8 +196,9 @@ def rank_index_to_json(index: RankIndex) -> bytes:
             items.append(dict(zip(_FIELDS, values, strict=True)))
         metadata[name] = {**items[0], "more": items[1:]} if len(items) > 1 else items[0]
     files = {info.name: info[1:] for info in index.files.values()}
+    head = {"format": FORMAT, "version": VERSION, "save_id": index.save_id}
     value = {"component": index.component, "rank": index.rank, "files": files, "metadata": metadata}
-    text = compact(_head(index.save_id) | value).encode()
+    text = compact(head | value).encode()
     check_json_size(text, "an index")
     return text
 
@@ -280,7 +269,7 @@ def root_to_json(root: RootIndex) -> bytes:
         tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
         components[name] = {"tensors": tensors, "aliases": component.aliases, "indexes": component.indexes}
     value = {
-        **_head(root.save_id),
+        "format": FORMAT, "version": VERSION, "save_id": root.save_id,
         "step": root.step,
         "epoch": root.epoch,
         "world_size": root.world_size,

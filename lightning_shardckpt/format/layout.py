@@ -1,9 +1,8 @@
 """Boxes of tensors, and layouts: the sharding of a tensor over a mesh.
 
 A box is a half-open, axis-aligned region of a tensor in global coordinates. A layout maps a shape and a rank to boxes,
-and shards to their holders. The only module that knows the arithmetic of FSDP, HSDP and tensor parallelism. A layout
-describes all ranks of the world, so ranks need not exchange their boxes. No function enumerates the world: cost grows
-with the size of the result. Pure integers; ``state.dtensor_layout`` translates torch's placements.
+and shards to their holders, for all ranks of the world, so ranks need not exchange their boxes. No function enumerates
+the world: cost grows with the size of the result. ``state.dtensor_layout`` translates torch's placements.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ def iterate_indices(shape: Shape) -> Iterator[Shape]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The region ``start[d] <= i[d] < stop[d]`` of a tensor.
-
-    >>> Box((2, 0), (4, 3)).shape
-    (2, 3)
-    """
+    """The region ``start[d] <= i[d] < stop[d]`` of a tensor."""
 
     start: Shape
     stop: Shape
@@ -61,11 +56,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the intersection of the two boxes, or None if it is empty.
-
-        >>> Box((0,), (4,)).intersect(Box((3,), (9,)))
-        Box(start=(3,), stop=(4,))
-        """
+        """Return the intersection of the two boxes, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
@@ -100,7 +91,6 @@ def find_cover_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
 
 # ── layouts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
 Holders = tuple[tuple[int, int], ...]
 """The ranks that hold a tensor, as ascending, disjoint ranges ``[start, stop)``."""
 
@@ -133,25 +123,16 @@ class Layout:
     """The axes of a mesh and the shardings of dims over them, in order of application.
 
     An axis that shards no dim holds replicas. ``order`` lists the ranks by their position in the mesh, if the mesh does
-    not number them consecutively.
-
-    Raises:
-        FormatError: if the axes are not the digits of a mixed-radix number, or an axis shards twice.
+    not number them consecutively. Raises a FormatError for what is no mesh, or an axis that shards twice.
     """
 
     axes: tuple[Axis, ...] = ()
     cuts: tuple[DimShard, ...] = ()
     order: tuple[int, ...] | None = None
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.axes, self.cuts, self.order)))  # every cache below needs it
-        error = self._find_error()
-        if error is not None:
+        if (error := self._find_error()) is not None:
             raise FormatError(f"not a layout: {error}; axes {str(self.axes)[:200]}, cuts {str(self.cuts)[:200]}")
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def _find_error(self) -> str | None:
         if len(self.axes) > _MAX_AXES or len(self.cuts) > _MAX_AXES:
@@ -173,17 +154,12 @@ class Layout:
             return "a rank at two positions"
         return None
 
-    def coordinate(self, rank: int) -> Shape:
-        """Return the coordinates of ``rank`` along ``axes``."""
-        if self.order is not None and rank not in self.order:
-            raise FormatError(f"rank {rank} is not in the mesh of the layout with axes {self.axes}")
-        position = rank if self.order is None else self.order.index(rank)
-        return tuple(position // axis.stride % axis.size for axis in self.axes)
-
     def shard(self, rank: int) -> Shape:
         """Return the shard of ``rank``: its coordinates along the axes of ``cuts``, which determine its boxes."""
-        coordinate = self.coordinate(rank)
-        return tuple(coordinate[cut.axis] for cut in self.cuts)
+        if self.order is not None and rank not in self.order:
+            raise FormatError(f"rank {rank} is not in the mesh of the layout with axes {self.axes}")
+        position, axes = rank if self.order is None else self.order.index(rank), self.axes
+        return tuple(position // axes[cut.axis].stride % axes[cut.axis].size for cut in self.cuts)
 
     @property
     def shards(self) -> Shape:
@@ -289,13 +265,7 @@ def _meeting(layout: Layout, segments: list[list[_Segment]], box: Box, number: i
 
 @lru_cache(maxsize=64)
 def _ranks_by_shard(layout: Layout, holders: Holders) -> tuple[memoryview, memoryview]:
-    """Return the ranks of ``holders`` sorted by shard, and where each shard begins and the last one ends.
-
-    Shards are counted in row-major order of their coordinates.
-
-    Raises:
-        FormatError: if a holder is not in the mesh.
-    """
+    """Return the ranks of ``holders`` sorted by shard, row-major, and where each shard begins and the last one ends."""
     import numpy  # thousands of ranks in microseconds
 
     ranks = numpy.concatenate([numpy.arange(first, last) for first, last in holders])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -18,17 +18,7 @@ from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.format.layout import (
-    Box,
-    Holders,
-    Layout,
-    Part,
-    Shape,
-    find_unheld_shards,
-    parts_of_shard,
-    replicas,
-    shards_meeting,
-)
+from lightning_shardckpt.format.layout import Box, Part, find_unheld_shards, parts_of_shard, replicas, shards_meeting
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum, shown
 
 SPLIT_BYTES = 16 * 1024
@@ -39,7 +29,7 @@ Tensors = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box that one rank writes. ``part`` has its position in the writer's local tensor."""
+    """A box that one rank writes, and its position in the writer's local tensor."""
 
     key: str
     spec: TensorSpec
@@ -53,11 +43,7 @@ class Piece:
 
 
 class _Sharing(NamedTuple):
-    """The number of replicas of the lowest holder's shard, its nominal bytes, and the dim along which they share it.
-
-    Nominal are the global bytes / the number of shards, so that every rank gets the same, independent of its own shard.
-    One replica writes a shard of a tensor without the dim.
-    """
+    """The replicas of the lowest holder's shard, the bytes / the number of shards, and the dim that replicas share."""
 
     replica_count: int
     nbytes: int
@@ -84,7 +70,7 @@ def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
     Tensors of one layout that are not shared are assigned, the largest first, to the replica with the fewest bytes so
     far.
     """
-    loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
+    loads: dict[tuple[object, object], list[tuple[int, int]]] = {}  # by layout and holders
     specs = {id(spec): spec for spec in tensors.values()}  # equal tensors share one spec object
     sharing = {spec_id: _sharing(spec) for spec_id, spec in specs.items()}
     replica_of = {key: 0 if sharing[id(spec)].dim is None else None for key, spec in tensors.items()}
@@ -198,9 +184,7 @@ def check_plausible(component: Component, where: str) -> None:
 
 
 def check_cover(component: str, tensors: Tensors) -> None:
-    """Fail unless exactly one rank writes each element of each tensor.
-
-    Boxes of different shards never overlap, nor do the shares of a shard, so each shard only needs a holder.
+    """Fail unless exactly one rank writes each element: boxes never overlap, so each shard only needs a holder.
 
     Raises:
         FormatError: naming the first tensor that has a gap, and the gap.
@@ -217,8 +201,7 @@ def check_cover(component: str, tensors: Tensors) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """The region ``common`` of a stored box that a loader needs, and its position in the loader's local tensor."""
 
     writer: int
@@ -235,18 +218,18 @@ def plan_load(spec: TensorSpec, replica: int | None, targets: tuple[Part, ...]) 
     """
     for target in targets:
         for shard in shards_meeting(spec.layout, spec.shape, target.box) if target.box.numel else ():
+            group = replicas(spec.layout, spec.holders, shard)
             for part in parts_of_shard(spec.layout, spec.shape, shard):
                 if part.box.intersect(target.box) is not None:
-                    for stored, writer in _stored_boxes(spec, replica, shard, part, target.box):
+                    for stored, writer in _stored_boxes(spec, replica, group, part, target.box):
                         if (common := stored.intersect(target.box)) is not None:
                             yield Overlap(writer, stored, common, common.within(target.box).shift(target.at))
 
 
 def _stored_boxes(
-    spec: TensorSpec, replica: int | None, shard: Shape, part: Part, target: Box
+    spec: TensorSpec, replica: int | None, group: Sequence[int], part: Part, target: Box
 ) -> Iterator[tuple[Box, int]]:
-    """Yield the stored boxes of a part that may meet ``target``, each with the rank that wrote it."""
-    group = replicas(spec.layout, spec.holders, shard)
+    """Yield the stored boxes of a part that may meet ``target``, each with the rank of ``group`` that wrote it."""
     if replica is not None:
         yield part.box, group[replica % len(group)]
         return
@@ -276,7 +259,7 @@ class ByteRuns(NamedTuple):
         return self.length * prod([count for count, _, _ in self.dims]) if self.dims else self.length
 
 
-def byte_runs(overlap: Overlap, local_shape: Shape, itemsize: int) -> ByteRuns:
+def byte_runs(overlap: Overlap, local_shape: tuple[int, ...], itemsize: int) -> ByteRuns:
     """Return the runs of a region of elements of ``itemsize`` bytes, in as few dims as possible.
 
     >>> byte_runs(Overlap(0, Box((0, 0), (4, 6)), Box((1, 0), (3, 2)), Box((0, 0), (2, 2))), (2, 2), 4)

@@ -62,10 +62,9 @@ def chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tenso
 def local(layout: Layout, shape: Shape, rank: int) -> torch.Tensor:
     """What ``rank`` holds of a tensor of its own indices: cut by cut, with torch.chunk."""
     tensor = torch.arange(prod(shape)).view(shape)
-    at = layout.coordinate(rank)
-    for cut in layout.cuts:
+    for cut, at in zip(layout.cuts, layout.shard(rank), strict=True):
         pieces = [chunk(tensor, cut.blocks, i, cut.dim) for i in range(cut.blocks)]
-        taken = [chunk(p, layout.axes[cut.axis].size, at[cut.axis], cut.dim) for p in pieces]
+        taken = [chunk(p, layout.axes[cut.axis].size, at, cut.dim) for p in pieces]
         tensor = torch.cat(taken, cut.dim)
     return tensor
 
@@ -92,7 +91,7 @@ def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
     assert list(find_unheld_shards(layout, ((0, 3),))) == []
     assert list(find_unheld_shards(layout, ((1, 3),))) == [(0,)]
     with pytest.raises(FormatError, match="rank 4"):
-        layout.coordinate(4)
+        layout.shard(4)
     with pytest.raises(FormatError, match="rank 4"):
         replicas(layout, everything(5), (0,))
 
