@@ -167,7 +167,7 @@ class LazyTensor(TensorInfo):
         part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
         parts, memory = (Part(box, (0,) * len(box.start)),), bytes_of(part)
         requests = self.source.table[self.component][self.key].requests(parts, box.shape, memory)
-        fetch(self.source, requests, verify=self.source.verify)
+        fetch(self.source.path, self.source.reader, requests, verify=self.source.verify)
         return part[rest]
 
 

@@ -27,18 +27,11 @@ _CHECK_S = 1.0  # between two checks that the thread is alive
 class Background:
     """The pending save of this rank, and what follows it.
 
-    The thread is not a daemon, so the interpreter does not exit before all jobs are done.
-
-    Args:
-        ranks: the ranks that save together; for exclusive use by this object's thread.
-
-    Attributes:
-        lock: held while the queue is read or changed; a forked process gets a new one.
+    The thread is not a daemon, so the interpreter does not exit before all jobs are done. It alone uses ``ranks``.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        ranks.is_background = True
+        self._ranks, ranks.is_background = ranks, True
         self._free: HostMemory | None = None
         self.forget()
 
@@ -59,15 +52,10 @@ class Background:
         return memory or HostMemory()
 
     def save(self, path: str, work: Callable[[Ranks], None], memory: HostMemory) -> Future[None]:
-        """Queue a save, after ``settle``. Every rank must queue the same saves in the same order.
+        """Queue a save, after ``settle``; return a future, which can't be cancelled.
 
-        Args:
-            path: of the checkpoint.
-            work: called in the thread with the ranks of this object.
-            memory: holds the copies that ``work`` writes; reused by a later save.
-
-        Returns:
-            A future, which can't be cancelled.
+        Every rank must queue the same saves in the same order. ``memory`` holds the copies that ``work`` writes, and is
+        reused by a later save.
         """
         self._is_pending, self._failure = True, None
         done = Future[None]()
@@ -80,9 +68,8 @@ class Background:
             except Exception as error:
                 failure = error
             except BaseException as error:  # such as SystemExit, which would end the process that collects it
-                failure = RankError(
-                    f"rank {self._ranks.rank} failed while saving {path!r}: {type(error).__name__}: {error}"
-                )
+                kind = type(error).__name__
+                failure = RankError(f"rank {self._ranks.rank} failed while saving {path!r}: {kind}: {error}")
                 failure.__cause__ = error
             with self.lock:
                 self._free = memory
@@ -100,11 +87,8 @@ class Background:
     def follow(self, path: str, work: Callable[[], list[str]], problem: str, *, at_once: bool = False) -> None:
         """Queue work that follows the last save, and is dropped, with a note, if that save failed.
 
-        Args:
-            path: the checkpoint, for notes.
-            work: returns notes for the user; its failure becomes a note.
-            problem: begins the note about a failure, such as "not removed".
-            at_once: do the work in the calling thread if no jobs are queued.
+        ``work`` returns notes for the user; its failure becomes one, which begins with ``problem``. With ``at_once``,
+        the calling thread does the work if no jobs are queued.
         """
 
         def do() -> None:
@@ -127,7 +111,7 @@ class Background:
         Collective: every rank of ``ranks`` must call it.
 
         Args:
-            ranks: the ranks of the calling thread, not those of this object.
+            ranks: those of the calling thread.
             before: the path of the next save, if one waits.
 
         Raises:
@@ -150,7 +134,7 @@ class Background:
     def drain(self) -> None:
         """Wait until all jobs are done; raises nothing. Not collective."""
         with self.lock:
-            while self._jobs and self._is_alive():
+            while self._jobs and self._writer is not None and self._writer.is_alive():
                 self._changed.wait(_CHECK_S)
 
     def leave(self, error: BaseException) -> None:
@@ -173,9 +157,6 @@ class Background:
         with self.lock:
             notes, self._notes = self._notes, []
         return notes
-
-    def _is_alive(self) -> bool:
-        return self._writer is not None and self._writer.is_alive()
 
     def _put(self, path: str, job: Callable[[], None]) -> None:
         WRITERS.add(self)
@@ -216,20 +197,6 @@ class Background:
 # ── the ranks that save together ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class PlanCache:
-    """The last result of each function that plans a save, for one caller. Holds no tensors; not for concurrent use."""
-
-    def __init__(self) -> None:
-        self._last = dict[Callable[..., Any], tuple[tuple[Any, ...], Any]]()
-
-    def get(self, make: Callable[..., V], *arguments: Any) -> V:
-        """Return ``make(*arguments)``, or its last result if that had equal ones; neither may change afterwards."""
-        if make not in self._last or self._last[make][0] != arguments:
-            self._last[make] = arguments, make(*arguments)
-        result: V = self._last[make][1]
-        return result
-
-
 @dataclass(slots=True)
 class SaveGroup:
     """The ranks that save and load together, their pending save, and what saves keep for the next one.
@@ -238,10 +205,17 @@ class SaveGroup:
         ranks: the ranks.
         background: writes asynchronous saves, does what follows saves, and has the notes for the user.
         members: their ranks in the default process group; None if they are all its ranks, in order.
-        plans: of the last save.
+        plans: arguments and result of each function that planned the last save; no tensors.
     """
 
     ranks: Ranks = field(default_factory=Ranks.alone)
     background: Background = field(default_factory=lambda: Background(Ranks.alone()))
     members: tuple[int, ...] | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
+    plans: dict[Callable[..., Any], tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+
+    def planned(self, make: Callable[..., V], *arguments: Any) -> V:
+        """Return ``make(*arguments)``, or its last result if that had equal ones; neither may change afterwards."""
+        if make not in self.plans or self.plans[make][0] != arguments:
+            self.plans[make] = arguments, make(*arguments)
+        result: V = self.plans[make][1]
+        return result

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,8 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets, RankComparison, Sources, start_load
-from lightning_shardckpt.checkpoint.replicas import refuse_differences
-from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob, SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob, SaveOptions, refuse_differences
 from lightning_shardckpt.compat.torch_tensors import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, MismatchError, ShardCkptError, StateError
@@ -49,17 +48,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of reading a checkpoint.
+    """Options of reading a checkpoint."""
 
-    Attributes:
-        strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
-        verify: compare checksums.
-        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
-    """
-
-    strict: bool = True
-    verify: bool = True
-    weights_only: bool = True
+    strict: bool = True  # raise an error for differences to live objects instead of loading the rest
+    verify: bool = True  # compare checksums
+    weights_only: bool = True  # passed to ``torch.load`` for a file of ``torch.save``
 
 
 _STORAGE = StorageRouter()
@@ -107,27 +100,23 @@ def save(
     job = SaveJob(path, group, run, options, storage)
     with gc_paused(), ExitStack() as unfinished:
         unfinished.callback(job.discard)
-        _agree(job, describe, ranks)
+        agreed = ranks.step(f"preparing to save {path!r}", lambda: job.prepare(describe), job.agree)
+        if agreed is None:
+            refuse = partial(refuse_differences, path)
+            ranks.step(f"comparing replicas to save {path!r}", lambda: job.replicas, refuse)
+            raise AssertionError("unreachable: refuse_differences raises")
+        job.accept(*agreed)
+        if len(agreed[1]) > 1:  # pipeline stages: the first rank of each reports its tables
+            job.joined = ranks.step(f"planning to save {path!r}", job.group_table, job.join_tables)
         if not in_background:
             _write_and_commit(job, ranks)
             return None
         memory = background.memory()
-        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(memory), _nothing)
+        ranks.step(f"copying what to save to {path!r}", lambda: job.plan(memory), lambda _: None)
         with signals_deferred():  # so that exactly one thread owns the draft
             saved = background.save(path, partial(_write_and_commit, job), memory)
             unfinished.pop_all()
         return saved
-
-
-def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> None:
-    agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
-    if agreed is None:
-        refuse = partial(refuse_differences, job.path)
-        ranks.step(f"comparing replicas to save {job.path!r}", lambda: job.replicas, refuse)
-        raise AssertionError("unreachable: refuse_differences raises")
-    job.agreed = agreed
-    if len(agreed["groups"]) > 1:  # pipeline stages: the first rank of each reports its tables
-        agreed["tables"] = ranks.step(f"planning to save {job.path!r}", job.group_table, job.join_tables)
 
 
 def _write_and_commit(job: SaveJob, ranks: Ranks) -> None:
@@ -190,32 +179,32 @@ def load(
         with gc_paused(), open_on_ranks(path, ranks=ranks, storage=storage, **opened) as (source, views):
             if not isinstance(live, LoadTargets):
                 live.agree(views, ranks)
-            plans = list[tuple[LoadTargets, LoadJob]]()
+            jobs = list[LoadJob]()
 
             def compare() -> RankComparison:
                 targets = live if isinstance(live, LoadTargets) else live.targets()
-                plans.append((targets, start_load(source, targets, strict=options.strict, pick_rank=pick)))
-                return plans[0][1].comparison
+                jobs.append(start_load(source, targets, strict=options.strict, pick_rank=pick))
+                return jobs[0].comparison
 
             def decide(reports: Sequence[RankComparison]) -> RankComparison:
-                return _decide(source.path, plans[0][0].remedy, options.strict, reports)
+                return _decide(source.path, jobs[0].targets.remedy, options.strict, reports)
 
             decision: RankComparison = ranks.step(f"comparing {name} with the model", compare, decide)
-            ((targets, job),) = plans
+            (job,) = jobs
             job.notes.extend(decision["differences"])
-            with mark_partly_loaded(targets.objects, path, decision["is_full"]):
+            with mark_partly_loaded(job.targets.objects, path, decision["is_full"]):
                 try:
-                    ranks.step(f"reading {name}", lambda: job.fill(decision["sources"]), _nothing)
+                    ranks.step(f"reading {name}", lambda: job.fill(decision["sources"]), lambda _: None)
                 except OSError as error:
                     if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may mix two saves
                         raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
                     raise
             return job
 
-    return restarted_if_replaced(load_once)
+    return _restarted_if_replaced(load_once)
 
 
-def restarted_if_replaced(read: Callable[[], _T]) -> _T:
+def _restarted_if_replaced(read: Callable[[], _T]) -> _T:
     """Return the result of ``read``, which runs again, once, if the checkpoint was replaced while it ran."""
     try:
         return read()
@@ -226,11 +215,7 @@ def restarted_if_replaced(read: Callable[[], _T]) -> _T:
 
 
 def _decide(path: str, remedy: str, strict: bool, reports: Sequence[RankComparison]) -> RankComparison:
-    """Merge the comparisons of all ranks. Runs on rank 0.
-
-    Raises:
-        MismatchError: listing each difference once, if ``strict``.
-    """
+    """Merge the comparisons of all ranks, on rank 0; raise a MismatchError for differences, if ``strict``."""
     problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
     notes = list[str]()
     if problems:
@@ -277,7 +262,12 @@ def load_full(
         CheckpointNotFoundError: if there is no complete checkpoint.
         CorruptionError: naming file, tensor and rank.
     """
-    device = _device_of(map_location)
+    device = torch.device("cpu")
+    if map_location is not None:  # where torch.load puts tensors of the CPU: a sharded checkpoint records no devices
+        file = io.BytesIO()
+        torch.save(torch.empty(0), file)
+        file.seek(0)
+        device = torch.load(file, map_location=map_location, weights_only=True).device
 
     def read() -> dict[str, Any]:
         alone = Ranks.alone()
@@ -291,32 +281,14 @@ def load_full(
 
             return assemble(source, whole, decode_small, optimizers=optimizers)
 
-    return _move_to(restarted_if_replaced(read), device)
-
-
-def _device_of(map_location: MAP_LOCATION) -> torch.device:
-    """Return the device on which ``torch.load`` puts tensors of the CPU: a sharded checkpoint records no devices."""
-    if map_location is None:
-        return torch.device("cpu")
-    file = io.BytesIO()
-    torch.save(torch.empty(0), file)
-    tensor: torch.Tensor = torch.load(io.BytesIO(file.getvalue()), map_location=map_location, weights_only=True)
-    return tensor.device
-
-
-def _move_to(checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a checkpoint dict with all tensors on a device; shared tensors stay shared."""
+    checkpoint = _restarted_if_replaced(read)
     if device.type == "cpu":
         return checkpoint
-    moved: dict[int, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}  # shared tensors stay shared
     result = map_tensors(lambda tensor: moved.setdefault(id(tensor), tensor.to(device)), checkpoint)
     if (versions := getattr(checkpoint.get("state_dict"), METADATA, None)) is not None:
         vars(result["state_dict"])[METADATA] = versions
     return result
-
-
-def _nothing(reports: list[None]) -> None:
-    """Return nothing: rank 0 adds nothing to this step."""
 
 
 # ── partly loaded objects ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,69 +296,45 @@ def _nothing(reports: list[None]) -> None:
 # A load fills live tensors while it verifies them, so a corrupted file leaves a mix of two states. Such modules and
 # optimizers carry a mark, which saves and training runs refuse until a full load, and hooks that refuse their use.
 
-_MARK = "_shardckpt_partly_loaded"
-
-
-class _Mark(NamedTuple):
-    """The path of the failed load, and the hooks that refuse the object."""
-
-    path: str
-    hooks: list[RemovableHandle]
+_MARK = "_shardckpt_partly_loaded"  # the path of the failed load, and the hooks
 
 
 @contextmanager
 def mark_partly_loaded(objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False) -> Iterator[None]:
     """Mark objects as partly loaded while the block changes them; if it raises, the marks stay.
 
-    Then hooks refuse the forward of marked modules and the step of marked optimizers.
-
-    Args:
-        objects: the modules and optimizers that the block fills.
-        path: of the checkpoint.
-        is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
+    Then hooks refuse the forward of marked modules and the step of marked optimizers. ``is_full`` tells that the block
+    gives a value to every tensor, which also removes the marks of earlier failures.
     """
     new = [item for item in objects if _MARK not in vars(item)]
     for item in new:
-        object.__setattr__(item, _MARK, _Mark(path, []))
+        object.__setattr__(item, _MARK, (path, list[RemovableHandle]()))
     try:
         yield
     except BaseException:
         for item in new:
-            vars(item)[_MARK].hooks.extend(_refuse_use(item, path))
+            hooks, refuse = vars(item)[_MARK][1], partial(_refuse_use, item)
+            if isinstance(item, Optimizer):
+                hooks.append(item.register_step_pre_hook(refuse))
+            else:
+                hooks += [part.register_forward_pre_hook(refuse) for part in item.modules()]
         raise
     for item in objects if is_full else new:
-        for hook in vars(item)[_MARK].hooks:
+        for hook in vars(item)[_MARK][1]:
             hook.remove()
         object.__delattr__(item, _MARK)
 
 
 def check_loaded(objects: Iterable[nn.Module | Optimizer]) -> None:
-    """Refuse objects that are partly loaded.
-
-    Raises:
-        StateError: naming the class of the object and the path of the failed load.
-    """
+    """Raise a StateError for objects that are partly loaded, naming the path of the failed load."""
     for item in objects:
         if _MARK in vars(item):
-            raise _refusal(item, vars(item)[_MARK].path)
+            raise StateError(
+                f"loading {vars(item)[_MARK][0]!r} failed after some tensors of {type(item).__name__} were filled. "
+                "They are a mix of two states, which cannot be used or saved. Load another checkpoint that has all its "
+                "tensors, or create a new object."
+            )
 
 
-def _refusal(item: nn.Module | Optimizer, path: str) -> StateError:
-    return StateError(
-        f"loading {path!r} failed after some tensors of {type(item).__name__} were filled. They are a mix of two "
-        "states, which cannot be used or saved. Load another checkpoint that has all its tensors, or create a new "
-        "object."
-    )
-
-
-def _refuse_use(item: nn.Module | Optimizer, path: str) -> Iterator[RemovableHandle]:
-    """Yield the handles of hooks that refuse each forward of a module, or each step of an optimizer."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise _refusal(item, path)
-
-    if isinstance(item, Optimizer):
-        yield item.register_step_pre_hook(refuse)
-        return
-    for part in item.modules():
-        yield part.register_forward_pre_hook(refuse)
+def _refuse_use(item: nn.Module | Optimizer, *_: Any) -> None:
+    check_loaded([item])

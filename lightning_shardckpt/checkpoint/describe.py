@@ -9,10 +9,10 @@ in the dict: tensors and plain values may be nested at will.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,8 +52,6 @@ RANK_STATE = "rank_state"
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
-Keep: TypeAlias = Callable[[str, Any], bool]
-
 
 def run_info(state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:
     """Return the step and epoch of a state, where they are valid numbers, with the topology."""
@@ -67,26 +65,13 @@ def describe_checkpoint(
     group: SaveGroup,
     module: nn.Module | None,
     names: WholeNames | None = None,
-    *,
     rank_state: Any = None,
-    adapters_only: bool = False,
-    pickle_objects: bool | None = None,
+    **options: Any,
 ) -> Snapshot:
     """Return this rank's part of a save of Lightning's checkpoint dict, with the document of a Hugging Face model.
 
-    Args:
-        checkpoint: the dict; it is not changed.
-        group: the ranks that save.
-        module: the live module, if it is known.
-        names: see ``snapshot``, as are the other arguments.
-        rank_state: state of this rank alone.
-        adapters_only: leave out state that training does not change.
-        pickle_objects: pickle objects that are not plain values.
-
-    Raises:
-        StateError: listing state that can't be stored, by path.
+    The arguments other than ``group``, the ranks that save, and the errors are those of ``snapshot``.
     """
-    options: dict[str, Any] = {"adapters_only": adapters_only, "pickle_objects": pickle_objects}
     described = snapshot(checkpoint, module, rank_state, names, **options)
     if module is None or group.ranks.rank != 0 or "model" not in described.leaves:
         return described
@@ -206,14 +191,10 @@ class NestedObjects:
     def parameter_names(
         self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
     ) -> dict[int, str]:
-        """Return the name of each parameter of the optimizers, by ``id``.
+        """Return the name of each parameter of the optimizers, by ``id``, with ``prefix`` before it.
 
-        An optimizer built from ``named_parameters`` names its own parameters, if no module contains them.
-
-        Args:
-            owner: the module of the optimizers in a state without modules, if known.
-            whole: names of the model over all pipeline stages.
-            prefix: before each name.
+        An optimizer built from ``named_parameters`` names its own parameters, if no module contains them. ``owner`` is
+        the module of the optimizers in a state without modules, if known; ``whole`` is that of all pipeline stages.
         """
         names = parameter_names(unwrap(owner), whole) if owner is not None else {}
         names |= parameter_names(self.root, whole)
@@ -222,17 +203,6 @@ class NestedObjects:
                 own = {id(p): n for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
                 names |= own if not names.keys() & own.keys() else {}
         return {number: prefix + name for number, name in names.items()}
-
-    def leaves(self) -> Iterator[tuple[Path, Any]]:
-        """Yield the tensors of plain state, and the largest parts without tensors, by path."""
-        for path, value in self.plain.items():
-            yield from _leaves(value, path, (dict, list), torch.Tensor)
-
-    def sharded_tensors(self) -> dict[str, DTensor]:
-        """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for loads."""
-        states = ((path, one.state_dict()) for path, one in self.stateful.items())
-        leaves = (leaf for path, state in states for leaf in _leaves(state, path, (dict, list, tuple), DTensor))
-        return {key_of(path): tensor for path, tensor in leaves if isinstance(tensor, DTensor)}
 
 
 def unwrap(value: Any) -> Any:
@@ -258,16 +228,6 @@ def _refuse_objects(value: Any, path: Path) -> None:
             _refuse_objects(item, (*path, key))
 
 
-def _leaves(value: Any, path: Path, containers: tuple[type, ...], kind: type[torch.Tensor]) -> list[tuple[Path, Any]]:
-    """Return the tensors of a kind in nested containers, and the largest parts without any, by path."""
-    if not isinstance(value, containers):
-        return [(path, value)]
-    tree: Any = value
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers, kind)]
-    return leaves if any(isinstance(leaf, kind) for _, leaf in leaves) else [(path, value)]
-
-
 def _is_stateful(value: Any) -> bool:
     has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_methods and not isinstance(value, type | torch.Tensor)
@@ -282,18 +242,12 @@ def checkpoint_of(
     state: Mapping[str, Any],
     objects: NestedObjects,
     names: Mapping[int, str],
-    filters: Mapping[str, Keep] | None = None,
+    filters: Mapping[str, Callable[[str, Any], bool]] | None = None,
 ) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict for a flat dict; tensors are live.
+    """Return Lightning's checkpoint dict for a flat dict and the ``objects`` in it; tensors are live.
 
-    Args:
-        state: the dict.
-        objects: in the state.
-        names: of the parameters of optimizers, by ``id``; see ``NestedObjects.parameter_names``.
-        filters: by key of ``state``: takes name and value of an entry, and returns True if it is saved.
-
-    Raises:
-        StateError: if a key of the state is reserved.
+    ``names`` are those of ``NestedObjects.parameter_names``. ``filters`` take, by key of ``state``, name and value of
+    an entry, and return True if it is saved. Raises a StateError if a key of the state is reserved.
     """
 
     def filtered(path: Path, entries: Any) -> Any:
@@ -307,34 +261,23 @@ def checkpoint_of(
 
     with gc_paused():
         modules = {path: filtered(path, module.state_dict()) for path, module in objects.modules.items()}
-    empty: dict[str, Any] = {"state": {}, "param_groups": []}
-    optimizers = {path: empty | filtered(path, _state_of(one, names)) for path, one in objects.optimizers.items()}
+    optimizers = dict[Path, Any]()
+    for path, optimizer in objects.optimizers.items():
+        if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+            entries = optimizer_state(optimizer, names)
+        else:  # by number
+            extra_entries(optimizer)  # raises for an optimizer whose state would be lost
+            entries = optimizer.state_dict()
+        optimizers[path] = {"state": {}, "param_groups": [], **filtered(path, entries)}
     new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
     rest = replaced(state, new | dict.fromkeys((*modules, *optimizers), NOTHING))
     return lightning_dict({key: filtered((key,), value) for key, value in rest.items()}, modules, optimizers)
 
 
-def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, or by number if none of its parameters has a name."""
-    if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-        return optimizer_state(optimizer, names)
-    extra_entries(optimizer)  # raises for an optimizer whose state would be lost
-    state_dict: dict[str, Any] = optimizer.state_dict()
-    return state_dict
-
-
 def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, prefix: str) -> Snapshot:
-    """Return this rank's part of a save of a flat dict.
+    """Return this rank's part of a save of a flat dict by ``group``, with ``prefix`` before the names of the modules.
 
-    Args:
-        state: the dict.
-        order: the keys of the objects in rank 0's dict.
-        group: the ranks that save.
-        prefix: prepended to the names of parameters and buffers.
-
-    Raises:
-        StateError: listing state that can't be stored; for objects whose load failed.
-        TypeError: if the state is not a dict with strings as keys.
+    ``order`` has the keys of the objects in rank 0's dict. Raises the errors of ``NestedObjects.of`` and ``snapshot``.
     """
     objects = NestedObjects.of(state, order)
     check_loaded(objects.filled)

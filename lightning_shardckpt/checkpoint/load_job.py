@@ -54,36 +54,21 @@ class RankComparison(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class LoadTargets:
-    """The objects to load into.
+    """The objects to load into. ``fit_source`` may change the param groups of the optimizers."""
 
-    Attributes:
-        model: the model's tensors, by name.
-        extra_state: canonical names of the model's non-tensor values.
-        optimizers: the optimizers to fill; None loads weights only.
-        names: FQN by ``id`` of the parameter.
-        whole: names of the model over all pipeline stages.
-        fit_source: converts a source to the names of the model; returns it with a line for each problem. May change the
-            param groups of the optimizers.
-        trainer_tensors: the user's tensors to fill, by key of trainer state.
-        like: tensors with the layout for trainer state that is allocated, by its key.
-        remedy: the way to load in spite of differences, for messages.
-        has_model: False loads the optimizers alone.
-        hooks: the load hooks of the model's modules.
-        objects: modules and optimizers that can't be used or saved if the load fails after it began to fill them.
-    """
-
-    model: Leaves
-    extra_state: frozenset[str]
-    optimizers: Sequence[Optimizer] | None
-    names: Mapping[int, str]
-    whole: WholeNames
+    model: Leaves  # the model's tensors, by name
+    extra_state: frozenset[str]  # canonical names of the model's non-tensor values
+    optimizers: Sequence[Optimizer] | None  # None loads weights only
+    names: Mapping[int, str]  # FQN by ``id`` of the parameter
+    whole: WholeNames  # of the model over all pipeline stages
+    # converts a source to the names of the model; returns it with a line for each problem
     fit_source: Callable[[Source], tuple[Source, list[str]]] = lambda source: (source, [])
-    trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    like: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    remedy: str = "Set strict_loading=False on the LightningModule"
-    has_model: bool = True
-    hooks: LoadHooks = NO_HOOKS
-    objects: Sequence[nn.Module | Optimizer] = ()
+    trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the user's, by key of trainer state
+    like: Mapping[str, torch.Tensor] = field(default_factory=dict)  # layouts of tensors to allocate, by this key
+    remedy: str = "Set strict_loading=False on the LightningModule"  # to load in spite of differences
+    has_model: bool = True  # False loads the optimizers alone
+    hooks: LoadHooks = NO_HOOKS  # of the model's modules
+    objects: Sequence[nn.Module | Optimizer] = ()  # unusable if the load fails after it began to fill them
 
     @classmethod
     @gc_paused()
@@ -97,11 +82,11 @@ class LoadTargets:
         modules: Mapping[str, nn.Module] | None = None,
         is_changed: bool = False,
     ) -> LoadTargets:
-        """Return the targets for a module's state dict, and the state of optimizers.
+        """Return the targets for a module's state dict, whose tensors are filled in place, and its optimizers.
 
         Args:
             module: of the state dict.
-            state_dict: with the tensors that are filled in place.
+            state_dict: of the module.
             whole: the names of all pipeline stages.
             optimizers: of the module's parameters; None to load only weights.
             modules: of which ``module`` is made, by the prefix of their names; by default itself.
@@ -118,52 +103,30 @@ class LoadTargets:
 
 @dataclass(slots=True, eq=False)
 class MatchRow:
-    """A live tensor of the model. Its differences from the stored tensor are in ``problems``.
-
-    Attributes:
-        key: its name.
-        names: all its names: of ties, on other pipeline stages, and before PEFT wrapped the model.
-        tensor: the live tensor.
-        stored: key of the stored tensor that it is loaded from, or None.
-        problems: the differences between the two.
-        is_left_out: True if the save left it out.
-        is_apart: True if it is tied in the model and stored with several values; the first is used.
-        is_reshaped: True if it is stored in another shape.
-    """
+    """A live tensor of the model, and the stored tensor that it is loaded from, or None."""
 
     key: str
-    names: list[str]
+    names: list[str]  # all: of ties, on other pipeline stages, and before PEFT wrapped the model
     tensor: torch.Tensor
-    stored: str | None = None
-    problems: tuple[str, ...] = ()
-    is_left_out: bool = False
-    is_apart: bool = False
-    is_reshaped: bool = False
+    stored: str | None = None  # its key
+    problems: tuple[str, ...] = ()  # differences between the two
+    is_left_out: bool = False  # by the save
+    is_apart: bool = False  # tied in the model and stored with several values; the first is used
+    is_reshaped: bool = False  # stored in another shape
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The match of a model with stored state.
-
-    Attributes:
-        rows: of the tensors.
-        stored: the stored model.
-        ties: the names of each tied tensor, over all pipeline stages.
-        elsewhere: the names of entries that only other pipeline stages have.
-        unexpected: names that only the checkpoint has.
-        missing_values: names of entries other than tensors that only the model has.
-        is_full: True if every live tensor gets a value, unless there are problems: none was left out by the save.
-        is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
-    """
+    """The match of a model with stored state."""
 
     rows: Sequence[MatchRow]
-    stored: Component
-    ties: Sequence[Sequence[str]]
-    elsewhere: frozenset[str]
-    unexpected: Sequence[str]
-    missing_values: Sequence[str]
-    is_full: bool
-    is_hooked: bool = False
+    stored: Component  # the stored model
+    ties: Sequence[Sequence[str]]  # the names of each tied tensor, over all pipeline stages
+    elsewhere: frozenset[str]  # names of entries that only other pipeline stages have
+    unexpected: Sequence[str]  # names that only the checkpoint has
+    missing_values: Sequence[str]  # names of entries other than tensors that only the model has
+    is_full: bool  # True if every live tensor gets a value, unless there are problems: none was left out by the save
+    is_hooked: bool = False  # True if the model's own code loads its entries; otherwise they are filled in place
 
     @property
     def problems(self) -> list[str]:
@@ -193,12 +156,7 @@ class Match:
 
 
 def match_targets(source: Source, targets: LoadTargets) -> Match:
-    """Match the tensors of the model with stored ones.
-
-    Args:
-        source: the stored state, under the names of the model.
-        targets: the live objects.
-    """
+    """Match the tensors of the model with stored ones, under its names."""
     model, left_out = targets.model, source.document("frozen") or {}
     stored, values = source.component("model"), {*(source.document("model") or {})}
     known, names = stored.names, names_of(model, targets.whole.ties)
@@ -308,32 +266,19 @@ def _decoded(source: Source, role: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """A load whose reads are planned and whose files are open on one rank. No live object changes before ``fill``.
+    """A load whose reads are planned and whose files are open on one rank. No live object changes before ``fill``."""
 
-    Attributes:
-        comparison: of this rank.
-        read: fills the tensors, and verifies their bytes on the way.
-        optimizers: to fill.
-        trainer: the trainer's state; its tensors have no values before ``fill``.
-        extra_state: non-tensor state of modules, by name.
-        hooked: entries that the modules' own code loads; None if the modules' tensors are filled.
-        notes: sentences for the user about differences and conversions.
-    """
-
-    comparison: RankComparison
-    read: Callable[[], None]
+    targets: LoadTargets
+    comparison: RankComparison  # of this rank
+    read: Callable[[], None]  # fills the tensors, and verifies their bytes on the way
     optimizers: Sequence[OptimizerLoad] = ()
-    trainer: dict[str, Any] = field(default_factory=dict)
-    extra_state: dict[str, Any] = field(default_factory=dict)
-    hooked: HookedState | None = None
-    notes: list[str] = field(default_factory=list)
+    trainer: dict[str, Any] = field(default_factory=dict)  # its tensors have no values before ``fill``
+    extra_state: dict[str, Any] = field(default_factory=dict)  # non-tensor state of modules, by name
+    hooked: HookedState | None = None  # entries that the modules' own code loads; None if their tensors are filled
+    notes: list[str] = field(default_factory=list)  # for the user, about differences and conversions
 
     def fill(self, sources: Sources) -> None:
-        """Fill the tensors, and put optimizer state in place. Runs on every rank.
-
-        Args:
-            sources: of the comparisons of all ranks.
-        """
+        """Fill the tensors, and put optimizer state in place; ``sources`` are of all ranks. Runs on every rank."""
         self.read()
         for optimizer in self.optimizers:
             self.notes.extend(optimizer.apply(sources))
@@ -342,15 +287,10 @@ class LoadJob:
 def start_load(
     source: Source, live: LoadTargets, *, strict: bool = False, pick_rank: Callable[[Any], int] = lambda _: 0
 ) -> LoadJob:
-    """Match the stored state with the live objects, plan the reads, and open the files for them. Runs on every rank.
+    """Match the stored state with the live objects, plan the reads, and open the files for them.
 
-    Changes no live object.
-
-    Args:
-        source: the stored state.
-        live: the objects to fill.
-        strict: plan nothing if there are differences.
-        pick_rank: returns the rank whose rank state is taken, given that of rank 0.
+    Runs on every rank. Changes no live object, and with ``strict`` plans nothing if there are differences.
+    ``pick_rank`` returns the rank whose rank state is taken, given that of rank 0.
 
     Raises:
         MismatchError: if optimizers are loaded and the source has weights only.
@@ -371,7 +311,7 @@ def start_load(
     groups = {group: numbers for one in optimizers for group, numbers in one.sources().items()}
     comparison: RankComparison = {"differences": differences, "sources": groups, "is_full": match.is_full}
     if strict and differences:
-        return LoadJob(comparison, lambda: None)
+        return LoadJob(live, comparison, lambda: None)
     return _plan(comparison, source, live, match, optimizers, pick_rank)
 
 
@@ -439,7 +379,7 @@ def _plan(
     _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user))
     of_user = [one for one in of_user if of_trainer.get(one.key) is one.tensor]
     read = plan_reads(source, [*filled, *of_user, *new])
-    return LoadJob(comparison, read, optimizers, trainer, extra_state, hooked)
+    return LoadJob(live, comparison, read, optimizers, trainer, extra_state, hooked)
 
 
 def _read_trainer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, load, mark_partly_loaded
@@ -20,8 +21,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names, parameters_of
 from lightning_shardckpt.sources.model_names import fit_names
-from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.documents import StoredOptimizer
+from lightning_shardckpt.sources.source import Source, StoredTensor, assemble
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
@@ -36,6 +36,7 @@ from lightning_shardckpt.state.state_dicts import (
     items_of,
     key_of,
     replaced,
+    states_of_checkpoint,
     value_at,
 )
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, is_elsewhere
@@ -96,13 +97,9 @@ class NestedLoad:
     def look(self) -> tuple[str, list[str]]:
         """Return a digest of the names in this rank's state, and the keys of its objects.
 
-        Raises:
-            TypeError: if the state is not a dict with strings as keys.
-            StateError: see ``NestedObjects.of``.
-            ValueError: for a malformed key mapping.
+        Raises the errors of ``NestedObjects.of``, and a ValueError for a malformed key mapping.
         """
-        if self._key_mapping is not None:
-            self._key_mapping = KeyMapping.of(self._key_mapping)
+        self._key_mapping = KeyMapping.of(self._key_mapping)
         self._objects = NestedObjects.of(self._state)
         if self._name is None:
             self._state_dict = self._objects.state_dict()
@@ -127,21 +124,30 @@ class NestedLoad:
             self._state_dict = objects.state_dict()
         optimizers = [*objects.optimizers.values()]
         names = objects.parameter_names(owner, self._whole) if optimizers else {}
-        if not objects.modules and owner is not None:
-            self._whole = _names_of_optimizers(unwrap(owner), self._whole)
-        leaves = dict(objects.leaves())
+        if not objects.modules and owner is not None:  # the names of other ranks, and all ties
+            module = unwrap(owner)
+            own = frozenset(clean_fqn(name) for name, p in named_tensors(module)[0] if not is_elsewhere(p))
+            ties = self._whole.ties or tied_names(module)
+            own = own.union(*(tie for tie in ties if own.intersection(tie)))
+            self._whole = WholeNames(self._whole.state - own, ties, self._whole.parameters)
+        leaves, like = dict[Path, Any](), dict[str, torch.Tensor]()
+        for path, value in objects.plain.items():
+            leaves |= _leaves(value, path, (dict, list), torch.Tensor)
+        for path, one in objects.stateful.items():
+            inside = _leaves(one.state_dict(), path, (dict, list, tuple), DTensor)
+            like |= {key_of(place): leaf for place, leaf in inside if isinstance(leaf, DTensor)}
         self._tensors = {path: value.detach() for path, value in leaves.items() if isinstance(value, torch.Tensor)}
         self._others = [*objects.stateful, *(path for path in leaves if path not in self._tensors)]
-        params = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
-        named = all(id(param) in names for one in params for param in one)
+        params = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+        named = all(id(param) in names for of in params for param in of)
         targets = LoadTargets.of_module(objects.root, self._state_dict, self._whole, modules=objects.named)
         return replace(
             targets,
             optimizers=optimizers or None,
-            names={id(param): names.get(id(param), f"#{i}") for one in params for i, param in enumerate(one)},
+            names={id(param): names.get(id(param), f"#{i}") for of in params for i, param in enumerate(of)},
             fit_source=partial(self._fit, targets.model, optimizers, named),
             trainer_tensors={key_of(path): tensor for path, tensor in self._tensors.items()},
-            like=objects.sharded_tensors(),
+            like=like,
             remedy="Pass strict=False",
             has_model=bool(objects.modules),
             objects=objects.filled,
@@ -167,8 +173,9 @@ class NestedLoad:
         present = stored["modules"], stored["optimizers"], trainer
         # the keys of the state, and of items of its lists, that are no modules and no optimizers
         plain = {path for path, _ in items_of(self._state, bool)} - objects.modules.keys() - objects.optimizers.keys()
-        if (as_dicts := _with_state_dicts(source, stored, {*map(key_of, plain)})) is not source:
-            source, trainer = as_dicts, _blank_trainer(as_dicts)
+        if as_dicts := {*stored["modules"], *stored["optimizers"][: len(document)]} & {*map(key_of, plain)}:
+            source = _with_state_dicts(source, stored, as_dicts)
+            trainer = _blank_trainer(source)
         values, problems = self._compare_plain(trainer)
         lacking = [[key_of(path) for path in objects.modules if path not in prefixes]]
         lacking += [[key_of(path) for path in objects.optimizers if path not in numbers], values]
@@ -178,16 +185,20 @@ class NestedLoad:
         if numbers and not named and any(not one["numbered"] for one in document.values()):
             remedy = "load it together with its module, or build it from named_parameters()"
             problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
-        moved = {prefix: objects.prefixes[path] for path, prefix in prefixes.items()}
+        moved = {prefix: objects.prefixes[path] for path, prefix in prefixes.items()}  # new prefix by stored prefix
         if not objects.modules:  # the stored module that has all parameters of the optimizers
             parameters = [n.removeprefix(self._prefix) for n in parameters_of(document, numbers.values())]
             common = [p for p in stored["modules"].values() if all(n.startswith(p) for n in parameters)]
             moved = {max(common, key=len, default=""): ""}
-        mapping, used = self._key_mapping, [*numbers.values()]
+
+        def move(name: str) -> str | None:
+            longest = max((prefix for prefix in moved if name.startswith(prefix)), key=len, default=None)
+            return None if longest is None else moved[longest] + name.removeprefix(longest)
+
+        mapping, used = KeyMapping.of(self._key_mapping), [*numbers.values()]
         is_same = moved == {"": ""} and (not objects.optimizers or used == [*range(len(document))])
-        if self._prefix or mapping is not None or not is_same:
-            move = partial(_move_prefix, prefixes=moved)
-            source, more = map_names(source, KeyMapping.of(mapping), prefix=self._prefix, move=move, optimizers=used)
+        if self._prefix or not mapping.is_empty or not is_same:
+            source, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=used)
             problems += more
         if prefixes and source.has_weights_only:
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}
@@ -235,12 +246,14 @@ class NestedLoad:
         return replaced(trainer, dict.fromkeys((*self._tensors, *found, *in_lists), NOTHING))
 
 
-def _names_of_optimizers(module: nn.Module, whole: WholeNames) -> WholeNames:
-    """Return the names for optimizers that are loaded without their module: those of other ranks, and all ties."""
-    own = frozenset(clean_fqn(name) for name, p in named_tensors(module)[0] if not is_elsewhere(p))
-    ties = whole.ties or tied_names(module)
-    own = own.union(*(tie for tie in ties if own.intersection(tie)))
-    return WholeNames(whole.state - own, ties, whole.parameters)
+def _leaves(value: Any, path: Path, containers: tuple[type, ...], kind: type) -> list[tuple[Path, Any]]:
+    """Return the values of a kind in nested containers, and the largest parts without any, by path."""
+    if not isinstance(value, containers):
+        return [(path, value)]
+    tree: Any = value
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers, kind)]
+    return leaves if any(isinstance(leaf, kind) for _, leaf in leaves) else [(path, value)]
 
 
 def _stored_prefixes(
@@ -279,12 +292,6 @@ def _list_kinds(*keys: Iterable[str]) -> str:
     return ", ".join(f"{kind} {list_some(names)}" for kind, names in kinds if names)
 
 
-def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
-    """Return the name with its longest prefix replaced, or None if it has none of the prefixes."""
-    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
-    return None if longest is None else prefixes[longest] + name.removeprefix(longest)
-
-
 def _blank_trainer(source: Source) -> dict[str, Any]:
     """Return the trainer's state with meta tensors for its tensors."""
     specs = source.component("trainer").tensors
@@ -295,43 +302,23 @@ def _blank_trainer(source: Source) -> dict[str, Any]:
     return source.trainer(blank)
 
 
-def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: set[str]) -> Source:
+def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: Collection[str]) -> Source:
     """Return a source whose trainer's state has state dicts of the stored modules and optimizers with these keys.
 
     They remain stored as objects, too. Fabric's own strategies and plain files do not distinguish the state dict of an
     object from one that a script kept as a value, such as the best weights so far.
     """
-    model, optimizer = source.component("model"), source.component("optimizer")
-    values, document = source.document("model") or {}, source.document("optimizer") or {}
-    table, makers = dict(source.table.get("trainer", {})), dict[str, Callable[[Callable[[str], Any]], Any]]()
-    for place, prefix in stored["modules"].items():
-        if place in keys:
-            inside = {n.removeprefix(prefix): key for n, key in model.names.items() if n.startswith(prefix)}
-            others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
-            table |= {f"{place}/{name}": source.table["model"][key] for name, key in inside.items()}
-            makers[place] = partial(_module_state, place, inside, others)
-    for number, place in enumerate(stored["optimizers"][: len(document)]):
-        if place in keys:
-            one, new_names = StoredOptimizer(number, document[str(number)], optimizer, decode_small), dict[str, str]()
-            for param, tensors in one.tensors.items():
-                new_names |= {key: f"{place}/state/{param.removeprefix('#')}/{n}" for n, key in tensors.items()}
-            table |= {name: source.table["optimizer"][key] for key, name in new_names.items()}
-            makers[place] = partial(_optimizer_state, one, new_names)
-    if not makers:
-        return source
+    objects = replace(source, trainer=lambda _: {KEYS: stored})
+    flat = states_of_checkpoint(assemble(objects, lambda component, key: source.table[component][key], decode_small))
+    places = [path for path, _ in items_of(flat, bool) if key_of(path) in keys]
+    leaves = chain.from_iterable(_leaves(value_at(flat, path), path, (dict,), StoredTensor) for path in places)
+    tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, StoredTensor)}
 
     def trainer(tensor: Callable[[str], Any]) -> dict[str, Any]:
-        state = source.trainer(tensor)
-        for place, make in makers.items():
-            insert(state, place, make(tensor))
+        state, filled = source.trainer(tensor), replaced(flat, {path: tensor(key_of(path)) for path in tensors})
+        for path in places:
+            insert(state, key_of(path), value_at(filled, path))
         return state
 
+    table = {**source.table.get("trainer", {}), **{key_of(path): stored for path, stored in tensors.items()}}
     return replace(source.with_names({"trainer": table}, {}, {}), trainer=trainer)
-
-
-def _module_state(place: str, names: Iterable[str], others: dict[str, Any], tensor: Callable[[str], Any]) -> Any:
-    return {name: tensor(f"{place}/{name}") for name in names} | others
-
-
-def _optimizer_state(one: StoredOptimizer, names: Mapping[str, str], tensor: Callable[[str], Any]) -> Any:
-    return one.state_dict({key: tensor(name) for key, name in names.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial, reduce
@@ -15,15 +15,6 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from lightning_shardckpt.checkpoint.background import SaveGroup
-from lightning_shardckpt.checkpoint.replicas import (
-    Digests,
-    Tables,
-    combine_digests,
-    digest_replicas,
-    find_differences,
-    find_replicas,
-    refuse_differences,
-)
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.format.index import (
@@ -36,18 +27,24 @@ from lightning_shardckpt.format.index import (
     root_from_json,
     root_to_json,
 )
-from lightning_shardckpt.format.layout import Holders, Layout, Shape, as_holders, join_holders
+from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, Shape, as_holders, join_holders
 from lightning_shardckpt.format.plan import Piece, check_cover, plan_save, table_digest
 from lightning_shardckpt.format.value_checks import check_json_size, checksum
-from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, stored_keys
+from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, stored_keys, values_of
 from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable, merge_encoded
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.storage.router import check_writable
+from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
+from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files, write_component
 
+Tables = dict[str, Component]
+"""The tensors and aliases of every component, without files."""
+Digests = dict[str, dict[str, str]]
+"""A rank's digests by label and name. Ranks have a label in common if they hold replicas of the same parts."""
 Replicas = Literal["same", "first"]
 """How replicas of a tensor are stored: they must be equal, or the lowest rank's is stored."""
 
@@ -86,7 +83,7 @@ class RunInfo:
     topology: dict[str, int] = field(default_factory=dict)
 
 
-# ── groups, tables and plans ──────────────────────────────────────────────────────────────────────────────────────────
+# ── tables and plans ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _plan_files(tables: Tables, rank: int, size_per_shard: float) -> dict[str, list[FilePlan]]:
@@ -95,7 +92,7 @@ def _plan_files(tables: Tables, rank: int, size_per_shard: float) -> dict[str, l
         for component, table in tables.items():
             check_cover(component, table.tensors)
     planned = {name: plan_save(tables[name].tensors, rank) for name in COMPONENTS if name in tables}
-    return {name: plan_files(name, rank, pieces, size_per_shard) for name, pieces in planned.items()}
+    return {name: plan_files(name, rank, pieces, size_per_shard) for name, pieces in planned.items() if pieces}
 
 
 def _specs(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
@@ -110,20 +107,6 @@ def _specs(component: str, leaves: Leaves, holders: Holders) -> dict[str, Tensor
 @lru_cache(maxsize=65536)
 def _spec(dtype: str, shape: Shape, layout: Layout, holders: Holders, pinned: bool) -> TensorSpec:
     return TensorSpec(dtype, shape, layout, holders, pinned)
-
-
-def _group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
-    """Return groups of ranks that hold the same tensors, from the requests in rank order."""
-    for what in ("path", "step"):
-        values = {json.dumps(request[what]): rank for rank, request in reversed(list(enumerate(requests)))}
-        if len(values) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda x: x[1]))
-            hint = "; if the name holds a metric, log it with sync_dist=True" if what == "path" else ""
-            raise MismatchError(f"the ranks disagree about the {what} of this save: {listed}{hint}")
-    groups: dict[str, list[int]] = {}
-    for rank, request in enumerate(requests):
-        groups.setdefault(request["digest"], []).append(rank)
-    return list(groups.values())
 
 
 def _join_tables(tables: list[Tables]) -> Tables:
@@ -153,132 +136,101 @@ def _join_tables(tables: list[Tables]) -> Tables:
     return joined
 
 
-# ── values that ranks exchange, as JSON ───────────────────────────────────────────────────────────────────────────────
-
-
-class SaveRequest(TypedDict):
-    """The save that one rank requests.
-
-    ``digest`` is equal on ranks that hold the same tensors; ``replicas`` has a combined digest for each label.
-    """
-
-    path: str
-    step: int | None
-    digest: str
-    replicas: Digests
-
-
-class Agreement(TypedDict):
-    """The agreement of all ranks, made by rank 0.
-
-    ``groups`` has the ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage. With
-    several, ``tables`` has the tables of all of them as a root index without files.
-    """
-
-    save_id: str
-    groups: list[Holders]
-    tables: str
+# ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class WriteReport(TypedDict):
-    """The files that one rank wrote: its indexes by component, its documents, and the elements of all.
+    """The files that one rank wrote, as JSON."""
 
-    ``shared`` has the digests of tensors that other groups of ranks hold, too; ``notes`` are sentences for the user.
-    """
-
-    indexes: dict[str, FileInfo]
+    indexes: dict[str, FileInfo]  # by component
     documents: list[FileInfo]
-    shared: Digests
-    elements: int
+    elements: int  # in all of them
+    shared: Digests  # of tensors that other groups of ranks hold, too
     notes: list[str]
 
 
-# ── the job ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content that a rank writes.
-
-    Attributes:
-        tables: of all ranks.
-        files: that this rank writes, by component.
-        tensors: values of pieces, live or copied, by the piece's id.
-        documents: roles and contents, by file name.
-        shared: digests of tensors that other groups of ranks hold, too.
-        contents: see ``Snapshot``; of components whose tensors have no values.
-    """
-
-    tables: Tables
-    files: dict[str, list[FilePlan]]
-    tensors: dict[int, torch.Tensor]
-    documents: dict[str, tuple[str, bytes]]
-    shared: Digests
-    contents: dict[str, Callable[[str], memoryview]]
-
-
 class SaveJob:
-    """One save on one rank: describe, agree, copy if asynchronous, write, commit.
-
-    The arguments are those of ``checkpoint.save``.
+    """One save on one rank: describe, agree, plan, write, commit. The arguments are those of ``checkpoint.save``.
 
     Attributes:
         replicas: digests of state that several ranks hold, after ``prepare``.
-        agreed: the agreement of all ranks, when they have agreed.
+        joined: the tables of all groups of ranks, as the text of a root index without files; empty if one group has
+            all ranks.
     """
 
     def __init__(self, path: str, group: SaveGroup, run: RunInfo, options: SaveOptions, storage: Storage) -> None:
-        self.path, self._run, self._storage, self._options, self._plans = path, run, storage, options, group.plans
+        self.path, self._run, self._storage, self._options, self._planned = path, run, storage, options, group.planned
         self._rank, self._world_size = group.ranks.rank, group.ranks.world
-        self._note, self.replicas = group.background.note, Digests()
-        self.agreed: Agreement
+        self._note, self.replicas, self.joined = group.background.note, Digests(), ""
+        self._save_id, self._group = "", as_holders([])  # agreed by all ranks, and those with the same tensors
         self._snapshot: Snapshot
-        self._tables: Tables  # of its tensors, as if every rank had the same
-        self._content: Content | None = None
-        self._trainer: Any = None  # of all groups, on rank 0
+        self._tables: Tables  # of its tensors, as if every rank had the same; when planned, of all ranks
         self._draft: Draft | None = None  # on rank 0
+        # to write
+        self._files: dict[str, list[FilePlan]] | None = None  # by component, when planned
+        self._tensors = dict[int, torch.Tensor]()  # values of pieces, live or copied, by the piece's id
+        self._documents = dict[str, tuple[str, bytes]]()  # roles and contents, by file name
+        self._shared = Digests()
 
-    def prepare(self, describe: Callable[[], Snapshot]) -> SaveRequest:
-        """Return this rank's request, which describes its state by digests. Runs on every rank."""
+    def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
+        """Return this rank's request. Runs on every rank.
+
+        Its ``digest`` is equal on ranks that hold the same tensors; ``replicas`` has a digest for each label.
+        """
         check_writable(self.path)
-        snapshot = self._snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
+        snapshot = describe()
+        if self._options.replicas == "first":  # the lowest rank that holds a tensor writes it
+            leaves = {name: replace(one, pinned=frozenset(one.tensors)) for name, one in snapshot.leaves.items()}
+            snapshot = replace(snapshot, leaves=leaves | {"trainer": snapshot.leaves["trainer"]})
+        self._snapshot = snapshot
         self._note(snapshot.notes)
         tables = self._tables = self._describe_tensors(((0, self._world_size),))
         documents = [sorted(snapshot.documents.get(role) or ()) for role in ("model", "frozen", "versions")]
-        digest = checksum((self._plans.get(table_digest, tables) + json.dumps(documents)).encode())
+        digest = checksum((self._planned(table_digest, tables) + json.dumps(documents)).encode())
         if self._world_size > 1 and self._options.replicas == "same":
             self.replicas = digest_replicas(find_replicas(snapshot, tables, this_rank(), digest))
-        replicas = combine_digests(self.replicas)
-        return {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": replicas}
+        request = {"path": str(self.path), "step": self._run.step, "digest": digest}
+        return {**request, "replicas": combine_digests(self.replicas)}
 
-    def agree(self, requests: list[SaveRequest]) -> Agreement | None:
+    def agree(self, requests: list[dict[str, Any]]) -> tuple[str, list[Holders]] | None:
         """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.
 
         Returns:
-            The agreement, or None if replicas differ.
+            The id of the save, and the groups of ranks that hold the same tensors: one, or one for each pipeline stage.
+            None if replicas differ.
 
         Raises:
             MismatchError: if the ranks disagree about the path or the step.
             FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
-        groups = _group_ranks(requests)
+        for what in ("path", "step"):
+            first = dict[str, int]()  # rank by value
+            for rank, request in enumerate(requests):
+                first.setdefault(json.dumps(request[what]), rank)
+            if len(first) > 1:
+                listed = ", ".join(f"rank {rank}: {value}" for value, rank in first.items())
+                hint = "; if the name holds a metric, log it with sync_dist=True" if what == "path" else ""
+                raise MismatchError(f"the ranks disagree about the {what} of this save: {listed}{hint}")
         if find_differences(request["replicas"] for request in requests):
             return None
+        groups: dict[str, list[int]] = {}
+        for rank, request in enumerate(requests):
+            groups.setdefault(request["digest"], []).append(rank)
         save_id = uuid.uuid4().hex
         draft = self._storage.draft(self.path, save_id)
         draft.begin()
         self._draft = draft  # set only after begin: if that fails, there is nothing to discard
-        return {"save_id": save_id, "groups": [as_holders(group) for group in groups], "tables": ""}
+        return save_id, [as_holders(group) for group in groups.values()]
+
+    def accept(self, save_id: str, groups: list[Holders]) -> None:
+        """Take the result of ``agree``, through JSON. Runs on every rank."""
+        holders = [tuple((start, stop) for start, stop in group) for group in groups]
+        self._group = next(group for group in holders if any(start <= self._rank < stop for start, stop in group))
+        self._save_id = save_id
 
     def _describe_tensors(self, holders: Holders) -> Tables:
         leaves = self._snapshot.leaves
         return {name: Component(_specs(name, one, holders), one.aliases) for name, one in leaves.items()}
-
-    @property
-    def _group(self) -> Holders:
-        """The ranks that hold the same tensors as this one."""
-        groups = [tuple((start, stop) for start, stop in group) for group in self.agreed["groups"]]
-        return next(group for group in groups if any(start <= self._rank < stop for start, stop in group))
 
     def group_table(self) -> tuple[str, Any] | None:
         """Return a group's tables and trainer state on its first rank, None on others. Runs on every rank."""
@@ -296,8 +248,9 @@ class SaveJob:
         """
         groups = [report for report in reports if report is not None]
         joined = _join_tables([root_from_json(text.encode(), "table of a rank").components for text, _ in groups])
-        self._trainer = reduce(merge_encoded, [trainer for _, trainer in groups])
-        tensors, referred = joined.get("trainer", Component({})).tensors, set(stored_keys(self._trainer))
+        trainer = reduce(merge_encoded, [trainer for _, trainer in groups])
+        self._snapshot = replace(self._snapshot, documents={**self._snapshot.documents, "trainer": trainer})
+        tensors, referred = joined.get("trainer", Component({})).tensors, set(stored_keys(trainer))
         lost = [key for key, spec in tensors.items() if not spec.pinned and key not in referred]
         if lost:
             raise StateError(
@@ -309,49 +262,44 @@ class SaveJob:
 
     def _as_root(self, tables: Tables) -> str:
         """Return tables as the text of a root index without files."""
-        return root_to_json(RootIndex(self.agreed["save_id"], self._world_size, tables, {})).decode()
+        return root_to_json(RootIndex(self._save_id, self._world_size, tables, {})).decode()
 
     def _with_own(self, tables: Tables) -> Tables:
         """Return the tables with the plain tensors of the trainer's state, which this rank alone writes."""
-        if not self._snapshot.own:
-            return tables
         own = Leaves(self._snapshot.own, pinned=frozenset(self._snapshot.own))
         specs = _specs("trainer", own, ((self._rank, self._rank + 1),))
         return {**tables, "trainer": Component({**tables.get("trainer", Component({})).tensors, **specs})}
 
-    def stage(self, memory: HostMemory) -> None:
-        """Copy this rank's content into ``memory``; from then on the live state may change. Runs on every rank."""
-        live = self._live_content()
-        copies = memory.copy(list(live.tensors.values()))
-        self._content = replace(live, tensors=dict(zip(live.tensors, copies, strict=True)))
-        del self._snapshot, self._tables
+    def plan(self, memory: HostMemory | None = None) -> None:
+        """Plan this rank's files; with ``memory``, copy their content, so that the live state may change.
 
-    def _live_content(self) -> Content:
-        """Return the content that this rank writes, with views of the live tensors."""
-        rank, snapshot, tables, shared = self._rank, self._snapshot, self._tables, Digests()
-        if self.agreed["tables"]:
-            tables = root_from_json(self.agreed["tables"].encode(), "joined table").components
-            shared = digest_replicas(find_replicas(snapshot, tables, this_rank(), self._group))
-        elif rank == 0:
+        Runs on every rank.
+        """
+        snapshot, tables, tensors = self._snapshot, self._tables, dict[int, torch.Tensor]()
+        if self.joined:
+            tables = root_from_json(self.joined.encode(), "joined table").components
+            self._shared = digest_replicas(find_replicas(snapshot, tables, this_rank(), self._group))
+        elif self._rank == 0:
             tables = self._with_own(tables)
-        planned = self._plans.get(_plan_files, tables, rank, self._options.size_per_shard)
-        tensors: dict[int, torch.Tensor] = {}
-        for component, files in planned.items():
-            aliases = tables[component].aliases
-            leaves = snapshot.leaves.get(component, Leaves())
+        self._files = self._planned(_plan_files, tables, self._rank, self._options.size_per_shard)
+        for component, files in self._files.items():
+            aliases, leaves = tables[component].aliases, snapshot.leaves.get(component, Leaves())
             live = {aliases.get(key, key): tensor for key, tensor in leaves.tensors.items()}
             if component == "trainer":
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
-        return Content(tables, planned, tensors, dict(self._documents()), shared, snapshot.contents)
+        if memory is not None:
+            tensors = dict(zip(tensors, memory.copy([*tensors.values()]), strict=True))
+        self._tables, self._tensors, self._documents = tables, tensors, dict(self._encode_documents())
+        self._contents = snapshot.contents
+        del self._snapshot
 
-    def _documents(self) -> Iterator[tuple[str, tuple[str, bytes]]]:
-        rank, documents = self._rank, dict(self._snapshot.documents)
+    def _encode_documents(self) -> Iterator[tuple[str, tuple[str, bytes]]]:
+        rank, documents = self._rank, self._snapshot.documents
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
-            documents["trainer"] = documents.get("trainer") if self._trainer is None else self._trainer
         if rank == self._group[0][0]:
             roles = ("model", "optimizer", "frozen", "versions")
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in roles}
@@ -366,30 +314,30 @@ class SaveJob:
 
         Runs on every rank.
         """
-        content = self._content = self._content or self._live_content()
-        save_id = self.agreed["save_id"]
-        draft = self._draft or self._storage.draft(self.path, save_id)
-        windows = HostWindows(content.tensors)
+        if self._files is None:
+            self.plan()
+        assert self._files is not None
+        draft = self._draft or self._storage.draft(self.path, self._save_id)
+        windows, documents = HostWindows(self._tensors), list[FileInfo]()
 
         def stage(component: str, piece: Piece) -> memoryview:
-            made = content.contents.get(component)
+            made = self._contents.get(component)
             return windows.bytes_of(id(piece)) if made is None else made(piece.key)
 
         indexes = {
-            name: write_component(draft, name, self._rank, save_id, files, partial(stage, name))
-            for name, files in content.files.items()
-            if files
+            name: write_component(draft, name, self._rank, self._save_id, files, partial(stage, name))
+            for name, files in self._files.items()
         }
-        pieces, documents = (p for files in content.files.values() for file in files for p in file.pieces), []
-        for name, (role, text) in content.documents.items():
+        pieces = (piece for files in self._files.values() for file in files for piece in file.pieces)
+        for name, (role, text) in self._documents.items():
             check_readable(role, text, f"the {role} state of rank {self._rank}")
             draft.write(name, [text])
             documents.append(FileInfo(name, len(text), checksum(text)))
         return {
             "indexes": indexes,
             "documents": documents,
-            "shared": content.shared,
             "elements": sum(piece.part.box.numel for piece in pieces),
+            "shared": self._shared,
             "notes": draft.notes,
         }
 
@@ -402,8 +350,8 @@ class SaveJob:
             MismatchError: if groups of ranks hold different values of a tensor.
         """
         refuse_differences(self.path, [report["shared"] for report in reports])
-        assert self._draft is not None and self._content is not None
-        components, tables = {}, self._content.tables
+        assert self._draft is not None
+        components, tables = {}, self._tables
         for name, table in tables.items():
             infos = {rank: report["indexes"].get(name) for rank, report in enumerate(reports)}
             indexes = {rank: FileInfo(*info) for rank, info in infos.items() if info is not None}
@@ -414,7 +362,7 @@ class SaveJob:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
         documents = [FileInfo(*info) for report in reports for info in report["documents"]]
         root = RootIndex(
-            save_id=self.agreed["save_id"],
+            save_id=self._save_id,
             world_size=self._world_size,
             components={n: c for n, c in components.items() if c.tensors},
             documents={info.name: info for info in documents},
@@ -438,16 +386,6 @@ class SaveJob:
             self._draft = None
 
 
-def _pin(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot whose tensors are all written by the lowest rank that holds them."""
-    pinned = {
-        name: replace(leaves, pinned=frozenset(leaves.tensors))
-        for name, leaves in snapshot.leaves.items()
-        if name != "trainer"
-    }
-    return replace(snapshot, leaves={**snapshot.leaves, **pinned})
-
-
 @cache
 def _software() -> dict[str, str]:
     versions = {}
@@ -455,3 +393,119 @@ def _software() -> dict[str, str]:
         with suppress(PackageNotFoundError):  # run from a source tree
             versions[name] = version(name)
     return versions
+
+
+# ── replicas of state on several ranks ────────────────────────────────────────────────────────────────────────────────
+# A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
+# replicas differed, the checkpoint would hold a state that no rank ever had.
+
+
+def digest_replicas(replicas: Iterable[tuple[str, str, Any]]) -> Digests:
+    """Return the digests of labelled, named tensors and JSON values. Runs at the speed of memory."""
+    digests, of_tensors = Digests(), list[tuple[dict[str, str], str, torch.Tensor]]()
+    for label, name, value in replicas:
+        named = digests.setdefault(label, {})
+        if not isinstance(value, torch.Tensor):
+            named[name] = checksum(json.dumps(value, sort_keys=True).encode())
+            continue
+        named[name] = str(tuple(value.shape))
+        if value.numel():
+            of_tensors.append((named, name, bit_digest(value)))
+    values = digest_values(digest for *_, digest in of_tensors)  # waits for the device once
+    for (named, name, _), digest in zip(of_tensors, values, strict=True):
+        named[name] += f" {digest}"
+    return digests
+
+
+def combine_digests(digests: Digests) -> Digests:
+    """Return one digest for each label, to learn by ``find_differences`` whether there are any."""
+    return {label: {"": checksum(json.dumps(named, sort_keys=True).encode())} for label, named in digests.items()}
+
+
+def find_replicas(
+    snapshot: Snapshot, tables: Tables, rank: int, group: str | Holders
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield label, name and value of the state that other ranks hold, too; see ``Digests``.
+
+    Leaves out pinned tensors, which may differ. ``group`` is a text common to the ranks with the same tensors, which
+    are compared with each other; or these ranks, if ``tables`` have the tensors of all groups, such as pipeline stages.
+    Then only tensors that several groups hold are compared, between all of them.
+    """
+    for component, leaves in snapshot.leaves.items():
+        table = tables.get(component, Component({}))
+        for key, tensor in leaves.tensors.items():
+            name = table.aliases.get(key, key)
+            spec = table.tensors.get(name)
+            if spec is None or spec.pinned:
+                continue
+            part, is_shared = _part(spec.layout, rank)
+            if is_shared if isinstance(group, str) else spec.holders != group:
+                yield f"{group if isinstance(group, str) else name} {part}", f"{component}/{name}", local_tensor(tensor)
+    if isinstance(group, str):
+        yield from _find_values(snapshot, group)
+
+
+@lru_cache(maxsize=4096)
+def _part(layout: Layout, rank: int) -> tuple[str, bool]:
+    """Return a text for the part of a tensor that a rank holds, and True if other ranks of its group hold that part."""
+    if layout == REPLICATED:
+        return "", True
+    cut = {c.axis for c in layout.cuts}
+    is_shared = any(axis.size > 1 for number, axis in enumerate(layout.axes) if number not in cut)
+    return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
+
+
+def _find_values(snapshot: Snapshot, group: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield label, name and value of values in documents and of the trainer's plain tensors.
+
+    One rank of each group stores extra state of modules and optimizer state that is no tensor; one rank of all stores
+    optimizers' settings and their state without parameters.
+    """
+    documents, settings = snapshot.documents, dict[str, Any]()
+    of_group = {"": None, **{f"model/{name}": value for name, value in (documents.get("model") or {}).items()}}
+    for number, optimizer in (documents.get("optimizer") or {}).items():
+        start = f"optimizer/{number}"
+        of_group |= {f"{start}/{param}/{name}": value for param, name, value in values_of(optimizer)}
+        settings[f"{start}/own"] = optimizer.get("own")
+        for params, entries in optimizer["groups"].items():
+            settings |= {f"{start}/param_groups/{params}/{name}": v for name, v in entries["hyper"].items()}
+    yield from ((f"{group} values", name, value) for name, value in of_group.items())
+    for kind, named in (("replicated", snapshot.replicated), ("settings", settings)):
+        label = f"{kind} {checksum(repr(sorted(named)).encode())}"  # common to ranks with the same names
+        yield from ((label, name, value) for name, value in named.items())
+
+
+def find_differences(reports: Iterable[Digests]) -> dict[str, list[list[int]]]:
+    """Return the names whose replicas differ, each with the sets of ranks that hold equal values.
+
+    >>> find_differences([{"": {"model/w": "1"}}, {"": {"model/w": "2"}}, {"": {"model/w": "1"}}])
+    {'model/w': [[0, 2], [1]]}
+    """
+    ranks_by_label: dict[str, list[tuple[int, dict[str, str]]]] = {}
+    for rank, digests in enumerate(reports):
+        for label, named in digests.items():
+            ranks_by_label.setdefault(label, []).append((rank, named))
+    differences: dict[str, list[list[int]]] = {}
+    for ranks in ranks_by_label.values():
+        for name in dict.fromkeys(name for _, named in ranks for name in named):
+            equal: dict[str | None, list[int]] = {}
+            for rank, named in ranks:
+                equal.setdefault(named.get(name), []).append(rank)
+            if len(equal) > 1:
+                differences.setdefault(name, []).extend(equal.values())
+    return differences
+
+
+def refuse_differences(path: str, reports: list[Digests]) -> None:
+    """Raise a MismatchError that names the tensors whose replicas differ, and the ranks; one report for each rank."""
+    differences = find_differences(reports)
+    if not differences:
+        return
+    lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]
+    listed = list_some(lines, between="\n  ")
+    raise MismatchError(
+        f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
+        f"{count_text(len(lines), 'entry', 'entries')}, by the ranks that hold the same:\n  {listed}\n"
+        "Make them equal (average them, let hooks replace a tied weight under all its names, …), "
+        'or save the values of the lowest rank with replicas="first".'
+    )

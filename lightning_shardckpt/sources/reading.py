@@ -56,9 +56,10 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
 
     def read() -> None:
         if direct:
-            fetch(source, direct, verify=source.verify)
+            fetch(source.path, source.reader, direct, verify=source.verify)
         for batch in _batches(copied):
-            fetch(source, chain.from_iterable(requests for _, _, requests in batch), verify=source.verify)
+            requests = chain.from_iterable(requests for _, _, requests in batch)
+            fetch(source.path, source.reader, requests, verify=source.verify)
             for local, host, _ in batch:
                 local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
 

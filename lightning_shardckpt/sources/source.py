@@ -132,7 +132,7 @@ def read_windows(
         for window in windows(region.shape, nbytes // size):
             length = window.numel * size
             if used + length > nbytes:
-                fetch(source, requests, verify=source.verify)
+                fetch(source.path, source.reader, requests, verify=source.verify)
                 yield from batch
                 batch, requests, used = [], [], 0
             target = memory[used : used + length]
@@ -140,7 +140,7 @@ def read_windows(
             requests += stored.requests(parts, window.shape, target)
             batch.append((number, target))
             used += length
-    fetch(source, requests, verify=source.verify)
+    fetch(source.path, source.reader, requests, verify=source.verify)
     yield from batch
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_shardckpt.checkpoint.replicas import Digests, combine_digests, digest_replicas, find_differences
+from lightning_shardckpt.checkpoint.save_job import Digests, combine_digests, digest_replicas, find_differences
 from lightning_shardckpt.compat.lightning_loops import (
     batches_begun,
     batches_of_evaluation,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.index import (
@@ -26,7 +26,6 @@ from lightning_shardckpt.format.index import (
     ROOT_NAME,
     FileInfo,
     RankIndex,
-    RootIndex,
     ShardEntry,
     rank_index_from_json,
     root_from_json,
@@ -45,38 +44,29 @@ _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size 
 class Checkpoint:
     """A checkpoint opened for reading: its root index, and the rank indexes read so far. Not thread-safe.
 
-    Args:
-        storage: the backend.
-        path: the checkpoint's path.
-
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         CorruptionError, FormatError: if the root index is damaged or not valid.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
-        self.path = path
-        self.reader: Reader = storage.open(path)
+        self.path, self.reader = path, storage.open(path)
         self._indexes: dict[tuple[str, int], RankIndex] = {}
         self._replicas: dict[str, dict[str, int | None]] = {}
         self._checked: set[tuple[str, int, str]] = set()
         try:
-            self.root: RootIndex = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
+            self.root = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
             for name, component in self.root.components.items():
                 check_plausible(component, f"{self._where(ROOT_NAME)}, {name}")
         except BaseException:
-            self.close()
+            self.reader.close()
             raise
-
-    def close(self) -> None:
-        """Close all files."""
-        self.reader.close()
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self.reader.close()
 
     def replicas(self, component: str) -> dict[str, int | None]:
         """Return the number of the replica that wrote each tensor of a component; see ``choose_replicas``.
@@ -101,24 +91,22 @@ class Checkpoint:
             CorruptionError: if the file is missing or damaged, or of another save.
             FormatError: if it is invalid, or the index of another rank or component.
         """
-        if (component, rank) not in self._indexes:
-            info = self.root.components[component].indexes.get(rank)
-            if info is None:
-                raise FormatError(
-                    f"{self._where(ROOT_NAME)}: rank {rank} should have written some of {component!r}, but has no index"
-                )
-            index = rank_index_from_json(self._read_verified(info), self._where(info.name))
-            if index.save_id != self.root.save_id:
-                raise CorruptionError(
-                    f"{self._where(info.name)}: belongs to save {index.save_id}, this checkpoint is save "
-                    f"{self.root.save_id}"
-                )
-            if (index.component, index.rank) != (component, rank):
-                raise FormatError(
-                    f"{self._where(info.name)}: this is the index of rank {index.rank} for {index.component!r}"
-                )
-            self._indexes[component, rank] = index
-        return self._indexes[component, rank]
+        if (known := self._indexes.get((component, rank))) is not None:
+            return known
+        info = self.root.components[component].indexes.get(rank)
+        if info is None:
+            wanted = f"rank {rank} should have written some of {component!r}, but has no index"
+            raise FormatError(f"{self._where(ROOT_NAME)}: {wanted}")
+        where = self._where(info.name)
+        index = rank_index_from_json(self._read_verified(info), where)
+        if index.save_id != self.root.save_id:
+            raise CorruptionError(
+                f"{where}: belongs to save {index.save_id}, this checkpoint is save {self.root.save_id}"
+            )
+        if (index.component, index.rank) != (component, rank):
+            raise FormatError(f"{where}: this is the index of rank {index.rank} for {index.component!r}")
+        self._indexes[component, rank] = index
+        return index
 
     def entry(self, component: str, key: str, overlap: Overlap) -> ShardEntry:
         """Return the stored box that a plan refers to.
@@ -127,14 +115,13 @@ class Checkpoint:
             FormatError: if the rank's index lacks it, or describes it differently from the root index.
         """
         spec, stored = self.root.components[component].tensors[key], overlap.stored
-        index = self._indexes.get((component, overlap.writer)) or self.index(component, overlap.writer)
-        for entry in index.shards.get(key, ()):
+        for entry in self.index(component, overlap.writer).shards.get(key, ()):
             same = entry.box is stored or entry.box == stored
             if same and entry.dtype == spec.dtype and entry.global_shape == spec.shape:
                 return entry
         raise FormatError(
-            f"{self._where(ROOT_NAME)}: the index of rank {overlap.writer} has no box {overlap.stored.start}.."
-            f"{overlap.stored.stop} of {key!r}, {spec.dtype} {spec.shape}"
+            f"{self._where(ROOT_NAME)}: the index of rank {overlap.writer} has no box {stored.start}..{stored.stop} of "
+            f"{key!r}, {spec.dtype} {spec.shape}"
         )
 
     def check_file(self, component: str, rank: int, name: str) -> None:
@@ -150,19 +137,15 @@ class Checkpoint:
         with self._errors_named(name):
             start = read_header(partial(self.reader.read_into, name), info.nbytes)
         if checksum(start) != info.checksum:
-            raise CorruptionError(
-                f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
-            )
+            raise CorruptionError(f"{self._where(name)}: the header of the shard file is damaged, or of another save")
         self._checked.add((component, rank, name))
 
     def _read_verified(self, info: FileInfo) -> bytes:
         self._check_size(info)
         content = self._read(info.name)
         if checksum(content) != info.checksum:
-            raise CorruptionError(
-                f"{self._where(info.name)}: damaged, or of another save: checksum {checksum(content)}, expected "
-                f"{info.checksum}"
-            )
+            sums = f"checksum {checksum(content)}, expected {info.checksum}"
+            raise CorruptionError(f"{self._where(info.name)}: damaged, or of another save: {sums}")
         return content
 
     def _check_size(self, info: FileInfo) -> None:
@@ -183,8 +166,8 @@ class Checkpoint:
         except FileNotFoundError:
             if name == ROOT_NAME:
                 raise CheckpointNotFoundError(f"{self.path!r} is not a complete checkpoint: it has no {name}") from None
-            hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
-            hint = "" if self.reader.high_latency else hint
+            note = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
+            hint = "" if self.reader.high_latency else note
             raise CorruptionError(f"{self._where(name)}: the file is missing{hint}") from None
         except EOFError as error:
             raise CorruptionError(f"{self._where(name)}: {error}") from None
@@ -200,21 +183,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSizes:
-    """Sizes in bytes, and numbers of threads, which change no result.
+    """Sizes in bytes, and numbers of threads, which change no result."""
 
-    Attributes:
-        window: of one read at most, except of a single larger block.
-        direct: the least that is read straight into the target; less goes through the window.
-        gap: between two rows without checksums: reading a gap of this size is no slower than another call.
-        threads: at most, including the calling one.
-        threaded: the least for which a second thread pays off, with low latency.
-    """
-
-    window: int
-    direct: int
-    gap: int = 512
-    threads: int = 2
-    threaded: int = 16 << 20
+    window: int  # of one read at most, except of a single larger block
+    direct: int  # the least that is read straight into the target; less goes through the window
+    gap: int = 512  # between two rows without checksums: reading it is no slower than another call
+    threads: int = 2  # at most, including the calling one
+    threaded: int = 16 << 20  # the least for which a second thread pays off, with low latency
 
 
 LOCAL = ReadSizes(window=1 << 20, direct=64 << 10)  # the window is still in a core's cache when it is hashed
@@ -231,24 +206,15 @@ class Request(NamedTuple):
     target: memoryview
 
 
-class Files(Protocol):
-    """An opened checkpoint, of any format."""
-
-    @property
-    def path(self) -> str:
-        """The path, for messages."""
-
-    @property
-    def reader(self) -> Reader:
-        """The reader of its files."""
-
-
-def fetch(files: Files, requests: Iterable[Request], *, verify: bool, sizes: ReadSizes | None = None) -> None:
+def fetch(
+    path: str, reader: Reader, requests: Iterable[Request], *, verify: bool, sizes: ReadSizes | None = None
+) -> None:
     """Read the regions of the requests into their targets, and verify their checksums, in one pass.
 
     Args:
-        files: an opened checkpoint, whose files ``Checkpoint.check_file`` has checked.
-        requests: requests in any order.
+        path: of the checkpoint, for messages.
+        reader: of its files, which ``Checkpoint.check_file`` has checked.
+        requests: in any order.
         verify: read the whole of every block that a request touches, and compare its checksum, if there is one.
         sizes: sizes of reads; by default those for the latency of the files.
 
@@ -256,16 +222,16 @@ def fetch(files: Files, requests: Iterable[Request], *, verify: bool, sizes: Rea
         CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be partly filled.
     """
     ordered = sorted(requests, key=lambda request: (request.entry.file, request.entry.begin + request.runs.source))
-    sizes = sizes or (REMOTE if files.reader.high_latency else LOCAL)
+    sizes = sizes or (REMOTE if reader.high_latency else LOCAL)
     nbytes = sum([request.runs.nbytes for request in ordered])
-    if files.reader.high_latency:
+    if reader.high_latency:
         threads = max(min(sizes.threads, max(len(ordered), nbytes // sizes.window)), 1)
     else:
         threads = sizes.threads if nbytes >= sizes.threaded and cores_per_rank() > 1 else 1
 
     def new_worker() -> Callable[[Sequence[Segment]], None]:
         window = memoryview(allocate_pages(max(sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
-        return lambda segments: _read(files, segments, window, sizes.direct, verify)
+        return lambda segments: _read(path, reader, segments, window, sizes.direct, verify)
 
     run_tasks(_plan_reads(ordered, verify, sizes), new_worker, threads=threads, name="shardckpt-reader")
 
@@ -336,7 +302,9 @@ def _segments(request: Request, verify: bool, sizes: ReadSizes) -> Iterator[Segm
 # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(files: Files, segments: Sequence[Segment], window: memoryview, direct: int, verify: bool) -> None:
+def _read(
+    path: str, reader: Reader, segments: Sequence[Segment], window: memoryview, direct: int, verify: bool
+) -> None:
     """Read, verify and copy segments of one file that one read covers; raises like ``fetch``."""
     request, low, _ = segments[0]
     is_direct = len(segments) == 1 and segments[0].high - low >= direct and segments[0].is_needed_whole
@@ -344,15 +312,14 @@ def _read(files: Files, segments: Sequence[Segment], window: memoryview, direct:
     at = request.runs.at + low - request.entry.begin - request.runs.source
     data = request.target[at : at + high - low] if is_direct else window[: high - low]
     try:
-        files.reader.read_into(request.entry.file, low, data)
+        reader.read_into(request.entry.file, low, data)
     except (EOFError, FileNotFoundError) as error:
-        raise CorruptionError(f"checkpoint {files.path!r}, file {request.entry.file}: {error}") from None
+        raise CorruptionError(f"checkpoint {path!r}, file {request.entry.file}: {error}") from None
     for request, first, last in segments:
         part, offset, entry = data[first - low : last - low], first - request.entry.begin, request.entry
-        bad = find_corruption(entry, part, offset) if verify and entry.checksums else ()
-        for begin, end in bad:
+        for begin, end in find_corruption(entry, part, offset) if verify and entry.checksums else ():
             raise CorruptionError(
-                f"checkpoint {files.path!r}: corrupted data of {request.key!r} in {entry.file}, written by "
+                f"checkpoint {path!r}: corrupted data of {request.key!r} in {entry.file}, written by "
                 f"rank {request.writer}, bytes {begin} to {end}. Load another checkpoint, or restore the file; "
                 "verify lists all damage"
             )
@@ -374,35 +341,22 @@ def _copy(runs: ByteRuns, size: int, data: memoryview, offset: int, target: memo
     first = max(-((source - offset) // pitch), 0)  # rows from here to ``stop`` are whole
     stop = min((end - source - extent) // pitch + 1, count)
     if first < stop:
-        shape = (stop - first, *(n for n, _, _ in inner), length // size)
+        import numpy  # imported here, since only non-contiguous copies need it
+
+        shape, dtype = (stop - first, *(n for n, _, _ in inner), length // size), _NUMPY_TYPES[size]
         pitches, steps = [d[1] for d in dims], [d[2] for d in dims]
-        source_array = data, source + first * pitch - offset, (*pitches, size)
-        _copy_strided(shape, size, source_array, (target, at + first * step, (*steps, size)))
+        rows = numpy.ndarray(shape, dtype, data, source + first * pitch - offset, (*pitches, size))
+        numpy.ndarray(shape, dtype, target, at + first * step, (*steps, size))[...] = rows  # releases the GIL
     last = min(-((source - end) // pitch), count)  # rows from here on begin after the data
     for row in (*range(max(first - 1, 0), min(first, last)), *range(max(first, stop), last)):
         if source + row * pitch + extent > offset:
             _copy(ByteRuns(source + row * pitch, at + row * step, length, tuple(inner)), size, data, offset, target)
 
 
-_Strided: TypeAlias = tuple[memoryview, int, Shape]
-"""(memory, offset of the first element, bytes from one index to the next along each dim)."""
-
-
-def _copy_strided(shape: Shape, size: int, source: _Strided, target: _Strided) -> None:
-    """Copy an array of ``shape``, whose elements have ``size`` bytes. The GIL is released meanwhile."""
-    import numpy  # imported here, since only non-contiguous copies need it
-
-    dtype = _NUMPY_TYPES[size]
-    numpy.ndarray(shape, dtype, *target)[...] = numpy.ndarray(shape, dtype, *source)
-
-
 def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tuple[int, int]]:
     """Return the ranges of the file that don't match their checksums, one for each block.
 
-    Args:
-        entry: of the box.
-        data: whole blocks of it.
-        offset: of the first one in the box.
+    ``data`` are whole blocks of the box ``entry``, from its byte ``offset`` on.
     """
     block, actual, expected = entry.block, checksum_blocks(data, entry.block), entry.checksums
     if len(actual) < len(expected):

@@ -22,12 +22,7 @@ from lightning_shardckpt.storage.protocol import Draft
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
 _PART = MB  # of a large tensor: each part is hashed and then written while it is in the CPU's cache
-_BLOCKS = (
-    96  # halves, thirds, quarters … of a shard are whole blocks, so that a reshard reads little more than it needs
-)
-
-StagePiece = Callable[[Piece], memoryview]
-"""Returns the bytes of a piece, which are valid until they are released."""
+_BLOCKS = 96  # halves, thirds, quarters … of a shard are whole blocks, so a reshard reads little more than it needs
 
 
 def block_bytes(nbytes: int) -> int:
@@ -63,51 +58,36 @@ def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: f
 
 
 def write_component(
-    draft: Draft, component: str, rank: int, save_id: str, files: list[FilePlan], stage: StagePiece
+    draft: Draft, component: str, rank: int, save_id: str, files: list[FilePlan], stage: Callable[[Piece], memoryview]
 ) -> FileInfo:
-    """Write a rank's shard files, then their index.
-
-    Args:
-        draft: the checkpoint that is being written.
-        component: the component, such as "model".
-        rank: the rank that writes.
-        save_id: the id of the save, for the header of every file.
-        files: the plans of the files, from ``plan_files``.
-        stage: returns the bytes of a piece.
-
-    Returns:
-        Name, size and checksum of the index.
+    """Write a rank's shard files, of which ``stage`` returns the bytes of a piece, then their index; return its info.
 
     Raises:
         StateError: if the number of bytes of a piece differs from the plan.
     """
-    infos: dict[str, FileInfo] = {}
-    shards: dict[str, tuple[ShardEntry, ...]] = {}
+    infos, shards = dict[str, FileInfo](), dict[str, tuple[ShardEntry, ...]]()
+
+    def content(file: FilePlan, header: bytes) -> Iterator[bytes | memoryview]:
+        yield header
+        begins = file.header.begins
+        for piece, begin, end in zip(file.pieces, begins, (*begins[1:], file.nbytes), strict=True):
+            data, box, spec, nbytes = stage(piece), piece.part.box, piece.spec, end - begin
+            if len(data) != nbytes:
+                raise StateError(f"{piece.key!r} has {len(data)} bytes for {box}, expected {nbytes}")
+            block, sums = block_bytes(nbytes), list[str]()
+            step = max(_PART // block, 1) * block
+            for at in range(0, nbytes, step):
+                part = data[at : at + step]
+                sums.append(checksum_blocks(part, block))
+                yield part
+            entry = ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums))
+            shards[piece.key] = (*shards.get(piece.key, ()), entry)
+
     for file in files:
         header = file.header.of(save_id)
-        draft.write(file.name, _content(header, file, stage, shards), nbytes=file.nbytes)
+        draft.write(file.name, content(file, header), nbytes=file.nbytes)
         infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
-    content = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
-    info = FileInfo(rank_index_name(component, rank), len(content), checksum(content))
-    draft.write(info.name, [content])
+    index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
+    info = FileInfo(rank_index_name(component, rank), len(index), checksum(index))
+    draft.write(info.name, [index])
     return info
-
-
-def _content(
-    header: bytes, file: FilePlan, stage: StagePiece, shards: dict[str, tuple[ShardEntry, ...]]
-) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a shard file in order, and add the entry of each piece to ``shards``."""
-    yield header
-    begins = file.header.begins
-    for piece, begin, end in zip(file.pieces, begins, (*begins[1:], file.nbytes), strict=True):
-        data, box, spec, nbytes = stage(piece), piece.part.box, piece.spec, end - begin
-        if len(data) != nbytes:
-            raise StateError(f"{piece.key!r} has {len(data)} bytes for {box}, expected {nbytes}")
-        block, sums = block_bytes(nbytes), list[str]()
-        step = max(_PART // block, 1) * block
-        for at in range(0, nbytes, step):
-            part = data[at : at + step]
-            sums.append(checksum_blocks(part, block))
-            yield part
-        entry = ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums))
-        shards[piece.key] = (*shards.get(piece.key, ()), entry)

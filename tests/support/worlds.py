@@ -169,5 +169,5 @@ def load(
     parts = parts_of_rank(layout, spec.shape, rank)
     found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
     wanted = requests(checkpoint, key, parts, found)
-    fetch(checkpoint, wanted, verify=how == "verified", sizes=sizes)
+    fetch(checkpoint.path, checkpoint.reader, wanted, verify=how == "verified", sizes=sizes)
     return found

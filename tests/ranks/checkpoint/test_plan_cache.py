@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint.background import PlanCache, SaveGroup
+from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -29,13 +29,13 @@ def content(path: str) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name.endswith("safetensors") or "state" in name}
 
 
-class Counting(PlanCache):
+class Counting(SaveGroup):
     """Counts the plans that were made."""
 
     made, last = 0, None
 
-    def get(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        found = super().get(make, *arguments)
+    def planned(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        found = super().planned(make, *arguments)
         if isinstance(found, dict) and found is not self.last:  # of files; the other result is a digest
             self.made, self.last = self.made + 1, found
         return found
@@ -44,7 +44,7 @@ class Counting(PlanCache):
 def saves(folder: str) -> list[Any]:
     """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    group, found = SaveGroup(Ranks.of_default_group(), plans=(counting := Counting())), []
+    group, found = Counting(Ranks.of_default_group()), []
     cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
     rest: dict[str, Any] = {"global_step": 1}
@@ -87,9 +87,9 @@ def saves(folder: str) -> list[Any]:
         path, oracle = f"{folder}/{number_of}.ckpt", f"{folder}/{number_of}-oracle.ckpt"
         planned = []
         for to, of in ((path, group), (oracle, SaveGroup(group.ranks))):
-            known, options = counting.made, SaveOptions(size)
+            known, options = group.made, SaveOptions(size)
             save(to, lambda: snapshot({**rest, "state_dict": state}), of, run=RunInfo(1), options=options)
-            planned.append(counting.made > known)
+            planned.append(group.made > known)
         dist.barrier()
         intact = not verify(path).findings
         full = {key: value.full_tensor() if key == "a" else value for key, value in state.items()}

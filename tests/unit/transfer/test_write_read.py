@@ -118,7 +118,7 @@ def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, targ
             wanted = worlds.requests(checkpoint, "w", parts, found)
             opened = {request.writer for request in wanted}
             reader.reads.clear()
-            fetch(checkpoint, wanted, verify=how == "verified")
+            fetch(PATH, checkpoint.reader, wanted, verify=how == "verified")
             assert needed <= reader.of_shards() <= (1.1 * needed if how == "verified" else needed)
             assert {name for name, _, _ in reader.reads} == {
                 f"model-dist-{writer:05d}-shard-00001.safetensors" for writer in opened
@@ -136,7 +136,7 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
         begin = request.entry.begin
         reader: Counting = checkpoint.reader  # type: ignore[assignment]
         reader.reads.clear()
-        fetch(checkpoint, [request], verify=True)
+        fetch(PATH, checkpoint.reader, [request], verify=True)
         assert reader.reads == [(request.entry.file, begin + (1 << 15), 1 << 16)]
         files = storage.checkpoints[PATH]
         for offset, touched in ((0, False), (32767, False), (32768, True), (98303, True), (98304, False)):
@@ -144,7 +144,7 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
             files[request.entry.file] = flipped(intact, begin + offset)
             said = rf"'w'.*rank 0, bytes {begin + offset // 32768 * 32768} to"
             with pytest.raises(CorruptionError, match=said) if touched else nullcontext():
-                fetch(checkpoint, [request], verify=True)
+                fetch(PATH, checkpoint.reader, [request], verify=True)
             files[request.entry.file] = intact
 
 
@@ -232,7 +232,7 @@ def load_all(storage: MemoryStorage, target: dict[str, numpy.ndarray]) -> None:
         wanted = []
         for key, tensor in SMALL.items():
             wanted += worlds.requests(checkpoint, key, parts_of_rank(REPLICATED, tensor.shape, 0), target[key])
-        fetch(checkpoint, wanted, verify=True)
+        fetch(PATH, checkpoint.reader, wanted, verify=True)
 
 
 def test_a_flipped_bit_in_any_byte_of_any_file_is_an_error_that_names_the_file() -> None:
