@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background, SaveGroup
-from lightning_shardckpt.checkpoint.describe import NestedObjects, describe_state, run_info
+from lightning_shardckpt.checkpoint.describe import NestedObjects, describe_state
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
+from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
@@ -147,7 +147,7 @@ def _save(
     order: list[str] = group.ranks.step(f"preparing to save {path!r}", look, itemgetter(0))
     describe = partial(describe_state, state, order, group, prefix)  # with objects in the order of rank 0
     how: dict[str, Any] = {"options": options, "storage": storage, "in_background": in_background}
-    written = checkpoint.save(path, describe, group, run=run_info(state, {}), **how)
+    written = checkpoint.save(path, describe, group, run=RunInfo.of(state, {}), **how)
     _warn(group, group.background.notes(), level=4)
     return written
 

@@ -21,7 +21,7 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background, SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, is_torch_file, load_full, save
-from lightning_shardckpt.checkpoint.describe import RANK_STATE, describe_checkpoint, run_info
+from lightning_shardckpt.checkpoint.describe import RANK_STATE, add_hugging_face
 from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -31,6 +31,7 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, lift_state_dicts, states_of_checkpoint
+from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder
@@ -157,7 +158,7 @@ class ShardCkptIO(CheckpointIO):
             ValueError: for ``storage_options`` with a path of the file system.
             StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
-        self.save(lambda: checkpoint, path, run_info(checkpoint, self._topology), storage_options)
+        self.save(lambda: checkpoint, path, RunInfo.of(checkpoint, self._topology), storage_options)
 
     def save(
         self,
@@ -193,8 +194,10 @@ class ShardCkptIO(CheckpointIO):
             )
         if module is None and not (is_lightning_dict(checkpoint) and (VERSION in checkpoint or not self._is_fabric)):
             state = lift_state_dicts(checkpoint)
-        rank_state, options = checkpoint.get(RANK_STATE), self._described_by
-        return describe_checkpoint(state, self._group, module, self.names, rank_state=rank_state, **options)
+        described = snapshot(state, module, checkpoint.get(RANK_STATE), self.names, **self._described_by)
+        if module is None or self._group.ranks.rank != 0:
+            return described
+        return add_hugging_face(described, module, self.names.state)
 
     def wait(self) -> None:
         """Wait until all saves are complete and all removals are done, and raise the failure of a save, once.

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
-from lightning_shardckpt.checkpoint.describe import WRAPPED, NestedObjects, checkpoint_of, run_info
+from lightning_shardckpt.checkpoint.describe import WRAPPED, NestedObjects, checkpoint_of
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_runs import (
     FabricScriptLauncher,
@@ -302,7 +303,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def collect() -> dict[str, Any]:
             return checkpoint_of(state, objects, objects.parameter_names(holder, whole), filter)
 
-        self.checkpoint_io.save(collect, first["path"], run_info(state, self._sizes_by_axis), storage_options)
+        self.checkpoint_io.save(collect, first["path"], RunInfo.of(state, self._sizes_by_axis), storage_options)
 
     @override
     def load_checkpoint(

@@ -9,7 +9,7 @@ in the dict: tensors and plain values may be nested at will.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt.checkpoint.background import SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
-from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
@@ -53,29 +52,11 @@ WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
 
-def run_info(state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:
-    """Return the step and epoch of a state, where they are valid numbers, with the topology."""
-    numbers = [state.get(key) for key in ("global_step", "step", "epoch")]
-    global_step, step, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in numbers)
-    return RunInfo(step if global_step is None else global_step, epoch, dict(topology))
-
-
-def describe_checkpoint(
-    checkpoint: Mapping[str, Any],
-    group: SaveGroup,
-    module: nn.Module | None,
-    names: WholeNames | None = None,
-    rank_state: Any = None,
-    **options: Any,
-) -> Snapshot:
-    """Return this rank's part of a save of Lightning's checkpoint dict, with the document of a Hugging Face model.
-
-    The arguments other than ``group``, the ranks that save, and the errors are those of ``snapshot``.
-    """
-    described = snapshot(checkpoint, module, rank_state, names, **options)
-    if module is None or group.ranks.rank != 0 or "model" not in described.leaves:
+def add_hugging_face(described: Snapshot, module: nn.Module, names: Collection[str] = ()) -> Snapshot:
+    """Return rank 0's save with the document of a Hugging Face model; ``names`` are those of the whole state dict."""
+    if "model" not in described.leaves:
         return described
-    document, notes = describe_hugging_face(module, names.state if names is not None else ())
+    document, notes = describe_hugging_face(module, names)
     documents = described.documents if document is None else {**described.documents, "huggingface": document}
     return replace(described, documents=documents, notes=(*described.notes, *notes))
 
@@ -283,7 +264,9 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
     check_loaded(objects.filled)
     names = objects.parameter_names(prefix=prefix)
     module = objects.root if objects.modules else None
-    described = describe_checkpoint(checkpoint_of(state, objects, names), group, module)
+    described = snapshot(checkpoint_of(state, objects, names), module)
+    if module is not None and group.ranks.rank == 0:
+        described = add_hugging_face(described, module)
     _check_members(described, group)
     return _add_prefix(described, prefix) if prefix else described
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, TypedDict
 
 import torch
@@ -136,10 +137,9 @@ class Match:
         return lines + [f"{name}  {_IN_MODEL}" for name in self.missing_values]
 
     def same_tensor(self) -> Callable[[str], Sequence[str]]:
-        """Return a function that maps the name of a live parameter to all names of its tensor, its own first.
+        """Return a function that maps the name of a live parameter to all names of its tensor, live and stored.
 
-        The state of a parameter is found by any of these names, live or stored, so it does not matter under which name
-        of a tie the model registers it or the checkpoint stores it.
+        So it does not matter under which name of a tie the model registers it or the checkpoint stores it.
         """
         groups = (*self.ties, *(row.names for row in self.rows))  # no rows if only optimizers are loaded
         live = {name: group for group in groups if len(group) > 1 for name in group}
@@ -161,7 +161,7 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
     stored, values = source.component("model"), {*(source.document("model") or {})}
     known, names = stored.names, names_of(model, targets.whole.ties)
     elsewhere = targets.whole.elsewhere({*model.tensors, *model.aliases, *targets.extra_state})
-    rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in model.tensors.items()]
+    rows = [_row(source, MatchRow(key, names[key], one), known, left_out) for key, one in model.tensors.items()]
     own = {name for group in names.values() for name in group}
     unexpected = (known.keys() | left_out.keys()) - own | values - targets.extra_state
     unexpected = unexpected.difference(elsewhere, map(base_fqn, elsewhere)) if unexpected else set()
@@ -175,19 +175,12 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
     return replace(match, unexpected=[], missing_values=[], is_hooked=True)
 
 
-def _row(
-    source: Source,
-    key: str,
-    names: list[str],
-    tensor: torch.Tensor,
-    known: Mapping[str, str],
-    left_out: Mapping[str, Any],
-) -> MatchRow:
-    """Return the row of a live tensor.
+def _row(source: Source, row: MatchRow, known: Mapping[str, str], left_out: Mapping[str, Any]) -> MatchRow:
+    """Fill and return the row of a live tensor.
 
     A tensor that is not stored under any of its names is matched by its name before PEFT wrapped the model.
     """
-    row = MatchRow(key, names, tensor)
+    key, names, tensor = row.key, row.names, row.tensor
     keys = list(dict.fromkeys([known[name] for name in names if name in known]))
     if not keys and (absent := next((left_out[name] for name in names if name in left_out), None)) is not None:
         live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
@@ -359,26 +352,22 @@ def _plan(
     pick_rank: Callable[[Any], int],
 ) -> LoadJob:
     """Allocate missing tensors, read non-tensor state, and plan the reads."""
-    rows = match.rows if live.has_model else ()
-    tensors = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
-    hooked, new = None, list[ReadTarget]()
+    rows, hooked, new = match.rows if live.has_model else (), None, list[ReadTarget]()
+    model = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
     if match.is_hooked and live.has_model:
         hooked, new = _allocate_for_hooks(match, source, live)
-    filled = [] if hooked is not None else [*tensors]
     others = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
     owners = Counter(map(_memory, (*others, *(tensor for one in optimizers for tensor in one.live_tensors()))))
     check = partial(source.checked_shape, "optimizer")
-    for found in (one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers):
-        filled += [ReadTarget("optimizer", key, tensor) for key, tensor in found]
+    found = [one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers]
+    of_optimizers = [ReadTarget("optimizer", key, tensor) for key, tensor in chain.from_iterable(found)]
     values = source.document("model") or {} if live.has_model else {}
     extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
-    trainer, of_trainer = _read_trainer(source, live, match.elsewhere, pick_rank)
-    requested = live.trainer_tensors  # some may be in JSON
-    of_user = [ReadTarget("trainer", key, tensor) for key, tensor in requested.items()]
-    new += [ReadTarget("trainer", key, one) for key, one in of_trainer.items() if one is not requested.get(key)]
-    _refuse_unfillable(source.path, (*(tensors if hooked is not None else ()), *filled, *of_user))
-    of_user = [one for one in of_user if of_trainer.get(one.key) is one.tensor]
-    read = plan_reads(source, [*filled, *of_user, *new])
+    trainer, tensors = _read_trainer(source, live, match.elsewhere, pick_rank)
+    of_trainer = [ReadTarget("trainer", key, tensor) for key, tensor in tensors.items()]
+    of_user = [ReadTarget("trainer", key, tensor) for key, tensor in live.trainer_tensors.items()]
+    _refuse_unfillable(source.path, (*model, *of_optimizers, *of_user))  # also those whose value is in JSON
+    read = plan_reads(source, [*(model if hooked is None else new), *of_optimizers, *of_trainer])
     return LoadJob(live, comparison, read, optimizers, trainer, extra_state, hooked)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial, reduce
@@ -51,25 +51,14 @@ Replicas = Literal["same", "first"]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Options of writing a checkpoint.
+    """Options of writing a checkpoint; raises a ValueError for an invalid one, naming it."""
 
-    Attributes:
-        size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        replicas: "same" requires equal replicas of each tensor; "first" stores the first rank's.
-
-    Raises:
-        ValueError: for an invalid value, naming the option.
-    """
-
-    size_per_shard: float = 1024
-    replicas: Replicas = "same"
+    size_per_shard: float = 1024  # limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own
+    replicas: Replicas = "same"  # requires equal replicas of each tensor; "first" stores the first rank's
 
     def __post_init__(self) -> None:
         if not isinstance(self.size_per_shard, int | float) or not self.size_per_shard > 0:
-            raise ValueError(
-                f"size_per_shard is a size in MB (2^20 bytes) and must be a positive number, got "
-                f"{self.size_per_shard!r}: write size_per_shard=1024 for 1 GB"
-            )
+            raise ValueError(f"size_per_shard is a positive number of MB (1024 for 1 GB), got {self.size_per_shard!r}")
         if self.replicas not in get_args(Replicas):
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 
@@ -80,7 +69,14 @@ class RunInfo:
 
     step: int | None = None
     epoch: int | None = None
-    topology: dict[str, int] = field(default_factory=dict)
+    topology: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:
+        """Return the step and epoch of a state, where they are valid numbers, with the topology."""
+        numbers = [state.get(key) for key in ("global_step", "step", "epoch")]
+        global_step, step, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in numbers)
+        return cls(step if global_step is None else global_step, epoch, topology)
 
 
 # ── tables and plans ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,7 +197,7 @@ class SaveJob:
 
         Raises:
             MismatchError: if the ranks disagree about the path or the step.
-            FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
+            FileExistsError: see ``checkpoint.save``.
         """
         for what in ("path", "step"):
             first = dict[str, int]()  # rank by value
@@ -310,10 +306,7 @@ class SaveJob:
                 yield name, (role, content)
 
     def write(self) -> WriteReport:
-        """Write this rank's shard files, indexes and documents; return their sizes and checksums.
-
-        Runs on every rank.
-        """
+        """Write this rank's files; return their sizes and checksums. Runs on every rank."""
         if self._files is None:
             self.plan()
         assert self._files is not None
@@ -342,12 +335,9 @@ class SaveJob:
         }
 
     def commit(self, reports: list[WriteReport]) -> None:
-        """Check completeness, write the root index, and publish the draft.
+        """Check completeness, write the root index, and publish the draft. Runs on rank 0, when all ranks have written.
 
-        Runs on rank 0, when all ranks have written.
-
-        Raises:
-            MismatchError: if groups of ranks hold different values of a tensor.
+        Raises a MismatchError if groups of ranks hold different values of a tensor.
         """
         refuse_differences(self.path, [report["shared"] for report in reports])
         assert self._draft is not None
@@ -368,7 +358,7 @@ class SaveJob:
             documents={info.name: info for info in documents},
             step=self._run.step,
             epoch=self._run.epoch,
-            topology=self._run.topology,
+            topology=dict(self._run.topology),
             software=_software(),
             prefix=self._draft.prefix,
         )
