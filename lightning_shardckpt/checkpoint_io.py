@@ -21,7 +21,7 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background, SaveGroup
 from lightning_shardckpt.checkpoint.checkpoint import LoadOptions, is_torch_file, load_full, save
-from lightning_shardckpt.checkpoint.describe import RANK_STATE, add_hugging_face
+from lightning_shardckpt.checkpoint.describe import RANK_STATE, add_libraries
 from lightning_shardckpt.checkpoint.save_job import Replicas, RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -197,7 +197,7 @@ class ShardCkptIO(CheckpointIO):
         described = snapshot(state, module, checkpoint.get(RANK_STATE), self.names, **self._described_by)
         if module is None or self._group.ranks.rank != 0:
             return described
-        return add_hugging_face(described, module, self.names.state)
+        return add_libraries(described, module, self.names.state)
 
     def wait(self) -> None:
         """Wait until all saves are complete and all removals are done, and raise the failure of a save, once.

@@ -32,6 +32,7 @@ from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_directory import describe_hugging_face
 from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
+from lightning_shardckpt.state.peft import describe_adapters
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import (
     NOTHING,
@@ -52,13 +53,15 @@ WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
 
-def add_hugging_face(described: Snapshot, module: nn.Module, names: Collection[str] = ()) -> Snapshot:
-    """Return rank 0's save with the document of a Hugging Face model; ``names`` are those of the whole state dict."""
-    if "model" not in described.leaves:
-        return described
-    document, notes = describe_hugging_face(module, names)
-    documents = described.documents if document is None else {**described.documents, "huggingface": document}
-    return replace(described, documents=documents, notes=(*described.notes, *notes))
+def add_libraries(described: Snapshot, module: nn.Module, names: Collection[str] = ()) -> Snapshot:
+    """Return rank 0's save with the documents of PEFT and transformers; ``names`` are those of the whole state dict."""
+    documents, notes, adapters = dict(described.documents), described.notes, describe_adapters(module)
+    if adapters:
+        documents["peft"] = {"adapters": adapters}
+    if "model" in described.leaves:
+        model, more = describe_hugging_face(module, names)
+        documents, notes = documents if model is None else {**documents, "huggingface": model}, (*notes, *more)
+    return replace(described, documents=documents, notes=notes)
 
 
 # ── a flat dict of objects ────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +269,7 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
     module = objects.root if objects.modules else None
     described = snapshot(checkpoint_of(state, objects, names), module)
     if module is not None and group.ranks.rank == 0:
-        described = add_hugging_face(described, module)
+        described = add_libraries(described, module)
     _check_members(described, group)
     return _add_prefix(described, prefix) if prefix else described
 

@@ -212,13 +212,10 @@ def _row(source: Source, row: MatchRow, known: Mapping[str, str], left_out: Mapp
 
 
 def _allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tuple[HookedState, list[ReadTarget]]:
-    """Allocate memory for the entries that the model's own code loads, sharded like live tensors of their shape.
+    """Return new memory for the entries that the model's own code loads, sharded like live tensors, to be filled.
 
     Entries without a live tensor of their shape are whole on every rank, or on the meta device if only other pipeline
     stages have them. Entries whose differences were reported are left out.
-
-    Returns:
-        The entries, and the tensors to fill.
     """
     specs, known, hidden = match.stored.tensors, match.stored.names, {*match.unexpected}
     rows = {name: row for row in match.rows for name in row.names}

@@ -99,8 +99,7 @@ class NestedLoad:
 
         Raises the errors of ``NestedObjects.of``, and a ValueError for a malformed key mapping.
         """
-        self._key_mapping = KeyMapping.of(self._key_mapping)
-        self._objects = NestedObjects.of(self._state)
+        self._key_mapping, self._objects = KeyMapping.of(self._key_mapping), NestedObjects.of(self._state)
         if self._name is None:
             self._state_dict = self._objects.state_dict()
         return checksum("\n".join(sorted(map(clean_fqn, self._state_dict))).encode()), self._objects.keys
@@ -295,11 +294,7 @@ def _list_kinds(*keys: Iterable[str]) -> str:
 def _blank_trainer(source: Source) -> dict[str, Any]:
     """Return the trainer's state with meta tensors for its tensors."""
     specs = source.component("trainer").tensors
-
-    def blank(key: str) -> torch.Tensor:
-        return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
-
-    return source.trainer(blank)
+    return source.trainer(lambda k: torch.empty(specs[k].shape, dtype=TORCH_DTYPES[specs[k].dtype], device="meta"))
 
 
 def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: Collection[str]) -> Source:

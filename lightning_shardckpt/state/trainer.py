@@ -23,7 +23,7 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import Encoder, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.peft import adapter_tensors, alters_base, describe_adapters, wrapped_models
+from lightning_shardckpt.state.peft import adapter_tensors, alters_base, wrapped_models
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import versions_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, is_elsewhere
@@ -81,8 +81,6 @@ def snapshot(
         if adapters_only and module is not None:
             frozen = frozen_base_parameters(module, checkpoint.get("optimizer_states", ()))
             leaves["model"], documents["frozen"] = _leave_out(leaves["model"], frozen)
-    if module is not None and (adapters := describe_adapters(module)):
-        documents["peft"] = {"adapters": adapters}
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
