@@ -27,7 +27,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
+from lightning_shardckpt.storage.router import StorageRouter, file_path, refuse_existing
 from lightning_shardckpt.system.host import drain_all
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
@@ -139,7 +139,6 @@ def _save(
         group.background.settle(group.ranks, before=path)  # it may be saving to this path
 
     def look() -> list[str]:
-        check_writable(path)
         if not overwrite and group.ranks.rank == 0:
             refuse_existing(path, storage)
         return NestedObjects.of(state).keys

@@ -28,7 +28,7 @@ from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import KEYS, VERSION
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, snapshot
-from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
+from lightning_shardckpt.storage.router import StorageRouter, file_path, refuse_existing
 from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import list_some, progress
@@ -81,7 +81,6 @@ def merge(
     if not all(map(math.isfinite, factors)) or not math.isfinite(1 / (sum(factors) or math.nan)):
         raise ValueError(f"weights must be finite, and their sum must not be 0, got {factors}")
     storage, target = StorageRouter(storage_options=storage_options), file_path(output)
-    check_writable(target)
     if not overwrite:
         refuse_existing(target, storage)
     drain_all()

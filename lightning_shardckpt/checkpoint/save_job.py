@@ -36,7 +36,6 @@ from lightning_shardckpt.state.json_tree import check_readable, merge_encoded
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.storage.router import check_writable
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text, list_some
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files, write_component
@@ -173,7 +172,6 @@ class SaveJob:
 
         Its ``digest`` is equal on ranks that hold the same tensors; ``replicas`` has a digest for each label.
         """
-        check_writable(self.path)
         snapshot = describe()
         if self._options.replicas == "first":  # the lowest rank that holds a tensor writes it
             leaves = {name: replace(one, pinned=frozenset(one.tensors)) for name, one in snapshot.leaves.items()}

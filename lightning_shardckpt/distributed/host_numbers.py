@@ -1,7 +1,7 @@
-"""Exchange numbers between ranks from host memory over gloo, so that no rank waits for a GPU.
+"""Exchange numbers between ranks from host memory over gloo, so that no rank waits for a GPU; in the main thread.
 
 The strategies create process groups with gloo for CPU tensors. For a user's group with only a GPU backend, a gloo group
-of the same ranks is created. Only the main thread communicates here.
+of the same ranks is created.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from lightning_shardckpt.compat.torch_distributed import all_gather_single, back
 from lightning_shardckpt.distributed.world import current_world, is_collective_failure, raise_if_lost
 from lightning_shardckpt.errors import RankError
 
-_WAIT_TIMED_OUT = "Operation timed out!"
-"""torch's message if a wait for a gloo collective timed out; the collective goes on."""
+_WAIT_TIMED_OUT = "Operation timed out!"  # torch's message if a wait for a gloo collective ends; the collective goes on
 _LOOK_S = 2.0
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # by name, which keeps no group alive
 
@@ -32,7 +31,7 @@ _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  #
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return a process group of the same ranks that takes CPU tensors; ``group`` itself if it does.
 
-    Collective: every rank of `group` must call it, the first time. ``None`` is the world.
+    Collective: every rank of ``group``, by default the world, must call it, the first time.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -44,24 +43,22 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 
 def new_gloo_group(ranks: list[int], *, timeout_s: float = 1800.0) -> dist.ProcessGroup:
-    """Return a new gloo process group. Collective: each of ``ranks``, and no other rank, must call it.
-
-    ``use_local_synchronization`` avoids the split of NCCL's communicator, in which all ranks would have to take part.
-    """
+    """Return a new gloo process group. Collective: each of ``ranks``, and no other rank, must call it."""
     timeout = timedelta(seconds=timeout_s)
+    # in the split of NCCL's communicator, which local synchronization avoids, all ranks would have to take part
     group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
     return group
 
 
 notices: list[Callable[[str, Collection[int], set[str]], None]] = []
-"""Called by each wait every few seconds, with its purpose, the ranks that it waits for, and what it has seen before.
-
-They raise if one of these ranks waits for this one elsewhere. The list is emptied when the groups in which ranks wait
-are given up."""
+"""For ``look_for_notices``; the list is emptied when the groups in which ranks wait are given up."""
 
 
 def look_for_notices(purpose: str, ranks: Collection[int], seen: set[str]) -> None:
-    """Raise an UnsupportedCodeError if one of ``ranks`` waits for this one elsewhere, for longer than a moment."""
+    """Raise an UnsupportedCodeError if one of ``ranks`` waits for this one elsewhere, for longer than a moment.
+
+    Each wait calls it every few seconds, with its purpose, the ranks that it waits for, and what it has seen before.
+    """
     for notice in notices:
         notice(purpose, ranks, seen)
 
@@ -74,23 +71,25 @@ def wait_for(
 ) -> None:
     """Wait for a gloo collective; every wait of this package for other ranks in a collective is one of these.
 
-    If it ends with an error, the connections are of no use any more, since the collective may go on: no later run of
-    a Trainer begins in this world.
+    If it ends with an error, the collective may go on, so no later run of a Trainer begins in this world. Raises a
+    RankError in place of gloo's if a rank is lost, and an UnsupportedCodeError if one waits for this one elsewhere.
 
     Args:
         work: the collective.
         purpose: for messages.
         ranks: for which it waits; None for all of the world.
         look: called every few seconds, in place of `look_for_notices`.
-
-    Raises:
-        RankError: if a rank is lost meanwhile, in place of gloo's error.
-        UnsupportedCodeError: if a rank waits for this one elsewhere.
     """
     assert work is not None  # since this rank is in the group
     look = look or partial(look_for_notices, purpose, range(dist.get_world_size()) if ranks is None else ranks, set())
     try:
-        while not _ends_in_time(work):
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError as error:
+                if _WAIT_TIMED_OUT not in str(error):
+                    raise
             look()
             raise_if_lost()
     except BaseException as error:
@@ -101,23 +100,13 @@ def wait_for(
         raise
 
 
-def _ends_in_time(work: dist.Work) -> bool:
-    try:
-        work.wait(timedelta(seconds=_LOOK_S))
-    except RuntimeError as error:
-        if _WAIT_TIMED_OUT not in str(error):
-            raise
-        return False
-    return True
-
-
 # ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the numbers of all ranks in host memory, one row per rank. Collective: every rank of `group` must call it.
+    """Return the numbers of all ranks in host memory, one row per rank. Waits for the device if they are on one.
 
-    Waits for the device if ``numbers`` is on one.
+    Collective: every rank of ``group`` must call it.
     """
     ranks, own = host_group(group), numbers.detach().cpu().flatten()
     rows = own.new_empty(ranks.size() * own.numel())
@@ -135,11 +124,7 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.Redu
 
     Unlike Lightning's own, a mean of integers is not rounded down: Lightning divides sums of epochs by mean numbers of
     samples. Gradients remain those of this rank's value, so that a loss that is reduced for a log trains unchanged.
-
-    Args:
-        tensor: on any device.
-        group: the ranks.
-        reduce_op: of torch, or its name in any case; ``"mean"`` is ``"avg"``, and None is ``"sum"``.
+    ``reduce_op`` is torch's, or its name in any case; ``"mean"`` is ``"avg"``, and None is ``"sum"``.
     """
     op: Any = reduce_op or "sum"
     is_mean = isinstance(op, str) and op in ("mean", "avg")
@@ -173,14 +158,9 @@ def unpickle_tensor(content: Tensor) -> Any:
 
 
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of one rank, pickled and unpickled on the others.
+    """Return the value of the rank ``source`` in a group, by default the world, pickled for the others.
 
     Collective: every rank of ``group`` must call it.
-
-    Args:
-        value: of this rank.
-        source: the rank in ``group`` whose value is returned.
-        group: the ranks; None for the world.
     """
     group = host_group(group)
     if group.size() == 1:
@@ -210,11 +190,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to pinned memory of the host: started at construction, read later.
-
-    Args:
-        tensor: must not be written to any more.
-    """
+    """An asynchronous copy of a tensor, which must not be written to any more, to pinned memory of the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None
@@ -224,6 +200,6 @@ class HostCopy:
 
     def read(self) -> Tensor:
         """Return the copy in host memory; waits if it is not complete yet."""
-        if self._event is not None and not self._event.query():
+        if self._event is not None:
             self._event.synchronize()
         return self._host

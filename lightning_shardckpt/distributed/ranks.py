@@ -1,9 +1,8 @@
 """Collective steps of ranks, in which a failure of one rank reaches all.
 
-Every communication of the checkpoint side is one ``step``: each rank does its work, rank 0 gets all results and acts
-once, and every rank gets its answer or the first error. It runs over the process group's key-value store, not over the
-training group, so it works off the main thread and has a timeout of its own. A waiting rank looks every second whether
-the others live, and answers in the place of those that are gone, so that no rank waits for them.
+Every communication of the checkpoint side is one ``step``. It runs over the process group's key-value store, not over
+the training group, so it works off the main thread and has a timeout of its own. A waiting rank looks every second
+whether the others live, and answers in the place of those that are gone, so that no rank waits for them.
 """
 
 from __future__ import annotations
@@ -35,61 +34,47 @@ _PARTS = 3  # of a step: the work of rank 0, that of the others, and the lead
 _PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a server takes 11 µs for each
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
 _KEYS = 512  # in a request
-_LISTED = 32  # ranks in a message
-
-
-# ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+_LISTED = 32  # ranks in a message, which every rank prints
 
 
 class Ranks:
-    """The processes that save and load one checkpoint together. All must take the same steps in the same order.
+    """The processes that save and load one checkpoint together.
 
-    Every rank must create its instances in the same order. Values that are exchanged must be JSON.
+    All must create their instances, and take the steps of each, in the same order. Values in steps must be JSON.
+
+    ``rank`` counts by the order of members, whose number is ``world``. Set ``is_background`` if another thread than the
+    main one takes the steps.
 
     Args:
-        watched: all processes that share a store, and this one's rank among them; None for a single process.
+        peers: all processes that share a store, and this one's rank among them; None for a single process.
         members: the ranks of this object's processes among them.
         timeout_s: of each step.
         name: of this instance, the same on all ranks.
-
-    Attributes:
-        rank: of this process, by the order of members.
-        world: the number of members.
         tuning: intervals and waits.
-        is_background: True if another thread than the main one takes the steps.
     """
 
     def __init__(
-        self,
-        watched: World | None,
-        members: Sequence[int] = (0,),
-        timeout_s: float = 1800.0,
-        *,
-        name: str = "",
-        tuning: Tuning = TUNING,
+        self, peers: World | None, members: Sequence[int], timeout_s: float, *, name: str = "", tuning: Tuning = TUNING
     ) -> None:
-        self.rank, self.world, self._is_alone = 0, len(members), watched is None
+        self.rank, self.world, self._is_alone = 0, len(members), peers is None
         self._members, self._timeout_s, self.tuning, self.is_background = members, timeout_s, tuning, False
-        if watched is not None:
-            self.rank, self._watched = members.index(watched.rank), watched
-            self._store = PrefixStore(f"shardckpt-{name}", watched.store)
+        if peers is not None:
+            self.rank, self._peers = members.index(peers.rank), peers
+            self._store = PrefixStore(f"shardckpt-{name}", peers.store)
         self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
 
     @classmethod
     def alone(cls) -> Ranks:
         """Return a single process, whose steps run in place."""
-        return cls(None)
+        return cls(None, (0,), 0.0)
 
     @classmethod
-    def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
-        """Return all ranks of the default process group, or this process alone if it is not initialized."""
-        group = dist.group.WORLD
-        return cls.alone() if group is None else cls.of_group(group, timeout_s, tuning=tuning)
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
-        """Return the ranks of a process group, in its order. All must create their instances in the same order."""
-        if group.size() == 1:
+    def of_group(
+        cls, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0, tuning: Tuning = TUNING
+    ) -> Ranks:
+        """Return the ranks of a process group, in its order; by default of the default one, if it is initialized."""
+        group = group or dist.group.WORLD
+        if group is None or group.size() == 1:
             return cls.alone()
         name = f"{group.group_name}-{next(_instances[group.group_name])}"
         return cls(current_world(), dist.get_process_group_ranks(group), timeout_s, name=name, tuning=tuning)
@@ -97,18 +82,15 @@ class Ranks:
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
-        """Run ``work`` on every rank and ``lead`` on rank 0; return the result of ``lead``.
+        """Run ``work`` on every rank and then ``lead`` on rank 0; return the result of ``lead``, on every rank.
 
         Collective: every rank must call it.
 
         Args:
             phase: completes the sentence "rank 3 failed while …"; its first word must be the same on all ranks.
-            work: returns this rank's result, as JSON.
-            lead: called on rank 0 with the list of results by rank, when all ranks have done their work; returns JSON.
+            work: returns this rank's result.
+            lead: takes the list of results by rank.
             timeout_s: of this step, in place of the instance's.
-
-        Returns:
-            The value that ``lead`` returned, on every rank.
 
         Raises:
             Exception: on every rank if any rank failed: of the class that the first failing rank raised, if that is
@@ -141,17 +123,16 @@ class Ranks:
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
 
-        Not collective. Called at the end of a run; at exit, the world waits for all ranks. Waits the whole time if a
-        rank's process on another host is gone.
+        Not collective. Waits the whole time if a rank's process on another host is gone.
         """
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             for rank in range(1, self.world if self.rank == 0 else 1):
-                while self._store.check([f"{self._answered}/{rank}"]) and self._members[rank] not in self._watched.gone:
+                while self._store.check([f"{self._answered}/{rank}"]) and self._members[rank] not in self._peers.gone:
                     if time.monotonic() >= deadline:
                         return
                     time.sleep(self.tuning.rank_longest_poll_s)
-                    self._watched.look()
+                    self._peers.look()
 
     def _answer(self, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
         """Wait on rank 0 for the reports of all ranks, and return the answer to them."""
@@ -195,18 +176,17 @@ class Ranks:
         raise RankError(f"rank {self.rank} got no answer from rank 0 while {phase}, {problem}")
 
     def _wait(self, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
-        """Poll ``look`` until it returns a value; return None if it does not in time.
+        """Poll ``look`` until it returns a value; return None if it does not in time. Raises for a lost rank.
 
-        Looks whether a rank is lost, or waits for this one elsewhere. The more ranks poll, the longer each pauses:
-        together they would keep the store's server busy, and it serves a request of rank 0 only after one of each other
-        rank. Rank 0 polls as often as one of few ranks.
+        The more ranks poll, the longer each but rank 0 pauses: they would keep the store's server busy, and it serves a
+        request of rank 0 only after one of each other rank.
         """
         seen, polling = set[str](), self.world if self.rank else 1
         began = checked_at = now = time.monotonic()
         shortest = max(self.tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
         longest = max(self.tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
         while (value := look()) is None and now - began < timeout_s:  # store.wait prints warnings when it times out
-            if (lost := self._watched.lost) is not None:
+            if (lost := self._peers.lost) is not None:
                 raise RankError(lost)
             if now - checked_at >= self.tuning.host_look_s:
                 checked_at = now
@@ -219,10 +199,10 @@ class Ranks:
 
     def _answer_for_gone_ranks(self) -> None:
         """Report, for each rank that has ended, the error that ended it; for rank 0 also write its answer."""
-        self._watched.look()
+        self._peers.look()
         for rank, member in enumerate(self._members):
-            if (reason := self._watched.gone.get(member)) is not None:
-                text = _json({"error": _report(RankError(self._watched.lost or reason)), "ranks": [rank]})
+            if (reason := self._peers.gone.get(member)) is not None:
+                text = _json({"error": _report(RankError(self._peers.lost or reason)), "ranks": [rank]})
                 for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                     if not self._store.check([key]):
                         put_bytes(self._store, key, text)
@@ -244,7 +224,6 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _report(error: BaseException) -> tuple[str, str, int | None]:
-    """Return class, message and number of an error of any class."""
     try:
         message = str(error)
     except Exception:  # a user's class whose __str__ raises
@@ -253,7 +232,6 @@ def _report(error: BaseException) -> tuple[str, str, int | None]:
 
 
 def _rebuild(report: tuple[str, str, int | None], ranks: list[int], phase: str) -> Exception:
-    """Return an exception of the reported class if that is a ShardCkptError or an OSError, else a RankError."""
     kind, message, number = report
     also = f" (and rank(s) {_ranks_text(ranks[1:])})" if ranks[1:] else ""
     message = f"rank {ranks[0]}{also} failed while {phase}: {kind}: {message}"
@@ -264,17 +242,13 @@ def _rebuild(report: tuple[str, str, int | None], ranks: list[int], phase: str) 
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
     return f"[{list_some([*map(str, ranks)], _LISTED)}]"
 
 
 def refuse_unusable_world(ranks: Ranks) -> None:
-    """Refuse a run in processes in which an earlier one has left collectives that can't end any more.
+    """Raise a RankError on every rank if an earlier run has left collectives that can't end any more.
 
     Collective: every rank of ``ranks``, those of the default group, must call it.
-
-    Raises:
-        RankError: on every rank.
     """
     phase, unusable = "beginning a run", lambda: ranks.world > 1 and not current_world().is_usable
     waited: list[int] = ranks.step(phase, unusable, lambda rows: [rank for rank, row in enumerate(rows) if row])

@@ -2,13 +2,12 @@
 
 NCCL does not notice that a peer is gone: the others would wait in a collective until the timeout of the process group.
 So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
-processes of its host still live, and which reports there are in the store: of a dead process, of a rank that
-ends with an uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the
-same run. The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log
-it, and abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout
-of the process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so
-is a machine whose processes no other rank sees: the launcher ends the job then. Processes are looked up in Linux's
-/proc; without it, all count as alive.
+processes of its host still live, by Linux's /proc, and which reports there are in the store: of a dead process, of a
+rank that ends with an uncaught exception, also between two runs, and of one that leaves a run with an error, for the
+ranks in the same run. The others read the report, wait ``exception_agreement_s`` in case they fail with an error of
+their own, log it, and abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait
+until the timeout of the process group, but waits of this package end. A rank that is slow, stopped or in a debugger is
+waited for, and so is a machine whose processes no other rank sees: the launcher ends the job then.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
 epoch, which can't end without it, reports that.
@@ -48,25 +47,20 @@ from lightning_shardckpt.system.text import one_line
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone
 _LEFT = "it has left: its process, or its process group, has ended"
+# gloo has no exception class of its own
 _COLLECTIVE_MESSAGES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Return True if a training collective raised ``error``, perhaps because a rank is gone.
-
-    Also matches messages, since gloo has no exception class of its own.
-    """
-    return isinstance(error, RuntimeError) and not isinstance(error, ShardCkptError) and (
-        isinstance(error, dist.DistError) or _COLLECTIVE_MESSAGES.search(str(error)) is not None
-    )
+    """Return True if a training collective raised ``error``, perhaps because a rank is gone."""
+    if isinstance(error, ShardCkptError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or _COLLECTIVE_MESSAGES.search(str(error)) is not None
 
 
 class _Report(NamedTuple):
-    """A report to all ranks, and when this rank read it.
-
-    ``rank`` failed, or all did (None); in a run, or for all time (0). Without a ``text``, it has only left.
-    """
+    """``rank`` failed, or all did (None), in a run or for all time (0). Without a ``text``, it has only left."""
 
     rank: int | None
     run: int
@@ -75,20 +69,15 @@ class _Report(NamedTuple):
 
 
 class World:
-    """The ranks of one process group, in which each one has an object of this class.
+    """The ranks of one process group, in which each one has an object of this class, and registers its process.
 
-    Args:
-        store: shared by the ranks, through a connection of its own. All of this package use it: more connections would
-            cost a file descriptor each on this rank, and one on the rank that keeps the store. Requests of several
-            threads take turns, and none of them waits for another rank.
-        rank: of this process, which is registered.
-        size: the number of ranks.
+    The ``store`` is shared through a connection of its own, which all of this package use: each one costs two file
+    descriptors. Requests of several threads take turns, and none of them waits for another rank.
 
     Attributes:
         is_usable: False once this rank has left a collective that may never end.
         gone: the ranks whose processes are known to have ended, with a sentence for each, as of the last ``look``.
         batch: the epoch of this rank's run, and the number of its batches that have begun.
-        tuning: the times.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -102,9 +91,8 @@ class World:
         put_bytes(store, f"{self._host}/{store.add(self._host, 1)}", process.encode())
         self._run = self._run_count = 0  # 0 between runs
         self._epochs_over = 0  # in this run; a trial run and the run after it have epochs of the same number
-        self._logged: str | None = None
-        self._has_left = False
-        self._running = threading.Lock()  # held until `end`; taken and released in one step each
+        self._logged, self._has_left = "", False
+        self._running = threading.Lock()  # held until the end; taken and released in one step each
         self._thread = threading.Thread()
 
     @property
@@ -126,8 +114,7 @@ class World:
     def watch(self, tuning: Tuning) -> None:
         """Watch the other ranks until this process ends, or the default process group is destroyed.
 
-        The log and `raise_if_lost` report a lost rank; an uncaught exception is reported to the other ranks. A later
-        call changes the times. Does nothing if the system can start no more threads. Every rank must call it.
+        A later call changes the times. Does nothing if the system can start no more threads. Every rank must call it.
         """
         self.tuning = tuning
         if not self._running.locked() and not self._has_left:
@@ -142,10 +129,7 @@ class World:
     def run(self) -> Iterator[None]:
         """Report an error that leaves the context to the ranks inside it; a run inside another one is a part of it.
 
-        Every rank must enter the same runs.
-
-        Raises:
-            RankError: naming the lost rank, in place of the collective's own error.
+        Every rank must enter the same runs. Raises a RankError for a lost rank, in place of the collective's own error.
         """
         if self._run:
             yield
@@ -176,29 +160,26 @@ class World:
         if self.rank == 0:
             self.store.delete_key(key)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Stop, and tell the other ranks that this one ends, perhaps with an error.
+    def end_with_process(self, pid: int) -> None:
+        """Tell the other ranks at the exit of process ``pid``, with the uncaught exception that Python has printed.
 
         Rank 0, whose process may keep the store, waits for a while until the others have ended, too.
         """
+        if os.getpid() != pid:  # a fork
+            return
         if self._running.locked():
             self._running.release()
         if self._thread.ident is not None:
             self._thread.join(_LEAVING_S)
         deadline = time.monotonic() + self.tuning.watch_s + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
-            if error is not None:
+            if (error := getattr(sys, "last_value", None)) is not None:
                 self._report_failure(error, 0)
             self._leave()
             while self.rank == 0 and len(self.gone) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(self.tuning.look_again_s)
                 self.look()
-
-    def end_with_process(self, pid: int) -> None:
-        """End at the exit of process ``pid``, with the uncaught exception that Python has printed, if there is one."""
-        if os.getpid() == pid:  # else a fork
-            self.end(getattr(sys, "last_value", None))
-            self._log_lost()
+        self._log_lost()
 
     def _leave(self) -> None:
         if not self._has_left:
@@ -209,7 +190,7 @@ class World:
         put_bytes(self.store, f"report/{self.store.add('reports', 1)}", json.dumps([rank, run, text]).encode())
 
     def _report_failure(self, error: BaseException, run: int) -> str | None:
-        """Return the sentence of the lost rank that may have caused an error; if there is none, report the error."""
+        """Return the sentence of the lost rank that may have caused an error; without one, report the error."""
         lost = self.find_lost() if is_collective_failure(error) else self.lost
         if lost is None:
             with suppress(RuntimeError):  # the store's: it is gone
@@ -219,11 +200,7 @@ class World:
     # --- other ranks ---
 
     def look(self) -> None:
-        """Look for ended processes and for reports. Not collective; any thread may call it.
-
-        Raises:
-            RuntimeError: if the store can't be reached.
-        """
+        """Look for ended processes and for reports. Any thread may call it. Raises RuntimeError without the store."""
         with self._looking:
             ended = self._ended_processes()  # first: one that leaves says so before it ends
             for number in range(1, self.store.add("reports", 0) + 1):
@@ -245,13 +222,12 @@ class World:
                     self._report(None, self._run, unequal_batches_text(epoch, rank, batches, self.rank, begun))
 
     def _ended_processes(self) -> dict[int, int]:
-        """Return the ids of this host's processes that have ended, by rank."""
         while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
             self._processes.append(tuple(json.loads(entry)))
         return {rank: pid for rank, pid, started in self._processes if started and start_time(pid) != started}
 
     def find_lost(self) -> str | None:
-        """Return the sentence of ``lost``, or that of a rank whose report is there, or whose process has ended.
+        """Return the sentence of ``lost``, or of a rank with a new report, or whose process has ended.
 
         Looks for as long as ``error_delivery_s``, since the connections of a process end before the process.
         """
@@ -264,8 +240,6 @@ class World:
                     break
                 time.sleep(self.tuning.look_again_s)
         return found or self.lost or next((f"rank {r} is lost: {text}" for r, text in self.gone.items()), None)
-
-    # --- the thread ---
 
     def _watch(self, group: ref[dist.ProcessGroup]) -> None:
         failures = 0
@@ -289,8 +263,8 @@ class World:
                 return
 
     def _log_lost(self) -> bool:
-        """Log the lost rank, if there is one; return False if it was logged before."""
-        if (lost := self.lost) in (None, self._logged):
+        """Log the lost rank; return False if there is none, or it was logged before."""
+        if (lost := self.lost) is None or lost == self._logged:
             return False
         self._logged = lost
         _log.error("%s", lost)
@@ -344,8 +318,7 @@ def raise_if_lost() -> None:
 def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
     """Abort the accelerator's communicators if its work does not end soon; call it when this rank fails.
 
-    The device may be in a collective that another rank never enters. An operation that waits for the device, such as
-    freeing its memory, would then hang.
+    The device may be in a collective that another rank never enters, and freeing its memory would wait for that.
     """
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return

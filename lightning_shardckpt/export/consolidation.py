@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG
 from lightning_shardckpt.storage.local_files import NewFile, open_output
 from lightning_shardckpt.storage.object_store import ObjectStore
-from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.host import drain_all
 from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -98,7 +98,8 @@ def consolidate(
         suffix = _SAFETENSORS if options.is_file and options.format == "safetensors" else ""
         output_file = name.with_name(f"{name.name}.consolidated{suffix}")
     output = file_path(output_file)
-    check_local(output)
+    if is_url(output):
+        raise ValueError(f"{output!r} is a URL, but exports need a file system: export to a path, then upload")
     drain_all()
     stored, _ = open_source(source, StorageRouter(storage_options=storage_options), for_export=True)
     with closing(stored):
@@ -195,7 +196,8 @@ def _objects(store: ObjectStore, folder: str, check: Callable[[], None]) -> Iter
             if name == CONFIG:
                 check()
             file.seek(0)
-            store.upload(f"{folder}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+            nbytes = os.fstat(file.fileno()).st_size
+            store.upload(f"{folder}/{name}", iter(lambda: file.read(_PART_BYTES), b""), nbytes)
 
     try:
         yield create

@@ -82,10 +82,10 @@ def is_ours(name: str) -> bool:
     return is_extra or is_part(name) or PREFIXED_NAME.fullmatch(name) is not None
 
 
-def read_prefix(root: bytes) -> str | None:
-    """Return the prefix that a root index records, from its first bytes."""
-    match = _PREFIX.search(root)
-    return match[1].decode() if match else None
+def read_prefix(root: bytes) -> str:
+    """Return the prefix that a root index records in its first bytes; empty if there is none."""
+    match = _PREFIX.search(root, 0, HEAD_BYTES)
+    return match[1].decode() if match else ""
 
 
 def prefix_of(save_id: str) -> str:

@@ -5,9 +5,7 @@ its process holds meanwhile. So one of this machine that can be locked is a left
 reach other machines, or may not exist: another one is a leftover if it has not changed for an hour. Nothing else of
 other processes is deleted, and never the target of a link.
 
-Locks are advisory ``flock`` locks on open files, which the kernel releases when the process that holds them ends. A
-process that was forked in the meantime, such as a data loader's worker, shares them: they are unlocked explicitly, not
-by closing. Some network file systems have no locks.
+A process that was forked meanwhile, such as a data loader's worker, shares locks: unlocked explicitly, not by closing.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _BUFFER_BYTES = 128 << 10  # for small parts; less than a call, so that larger p
 _AT_FDCWD, _EXCHANGE = -100, 2  # RENAME_EXCHANGE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NAME = re.compile(r"(\.tmp-[0-9a-f]{16}-)([0-9a-f]{32})\.([0-9a-f]{16})")  # target, save, machine
+TEMPORARY_NAME = re.compile(r"(\.tmp-[0-9a-f]{16}-)([0-9a-f]{32})\.([0-9a-f]{16})")  # target, save, machine
 
 
 @contextmanager
@@ -100,10 +98,10 @@ def exchange(one: str, other: str) -> bool:
 
 
 def keep_owner_and_mode(target: str, new: str, *, writable: bool = False) -> bool:
-    """Give a new directory or file the owner, group and mode of a directory or file at ``target``, if there is one.
+    """Give a new directory or file the owner, group and mode of one at ``target``, if there is one.
 
-    If ``writable``, this process's user may write to it in any case, until the next call without this. Returns False if
-    the owner or the group cannot be kept; the mode is not changed then.
+    ``writable``: this process's user may write to it in any case, until the next call. Returns False if the owner or
+    the group cannot be kept; the mode is not changed then.
     """
     old, own = os.lstat(target) if os.path.lexists(target) else None, os.lstat(new)
     if old is None or stat.S_IFMT(old.st_mode) != stat.S_IFMT(own.st_mode):
@@ -146,10 +144,7 @@ def delete_all(paths: Iterable[str], what: str) -> list[str]:
 
 
 def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
-    """Write all parts into a new file, one after the other, and with ``sync`` make it durable.
-
-    The kernel writes earlier parts to the disk while the next parts are produced.
-    """
+    """Write all parts into a new file, one after the other, and with ``sync`` make it durable."""
     dirty_bytes = 0
     with errors_with_path(path), open(path, "xb", buffering=_BUFFER_BYTES) as file:
         for part in parts:
@@ -222,11 +217,6 @@ def temporary_path(target: str, save_id: str, folder: str) -> str:
     return os.path.join(folder, temporary_name(target, save_id) + this_machine())
 
 
-def is_temporary(name: str) -> bool:
-    """Return True if a name is one of a temporary."""
-    return _NAME.fullmatch(name) is not None
-
-
 @cache
 def this_machine() -> str:
     """Return 16 hex digits for the running kernel, whose processes see each other's locks."""
@@ -238,14 +228,9 @@ def this_machine() -> str:
 class Temporary:
     """A new directory under a temporary name, which this process has locked until ``publish`` or ``drop``.
 
-    It is in ``folder``, by default that of ``target``, an absolute path. Leftovers of dead processes there are deleted.
-    Raises FileExistsError if another process is writing ``target`` right now; nothing was changed then.
-
-    Attributes:
-        path: of the directory.
-        is_held: True until ``publish`` or ``drop``.
-        notes: sentences for the user about leftovers and what could not be deleted.
-        living: the ids of saves in the same folder that may still be going on.
+    It is in ``folder``, by default that of ``target``, an absolute path. Leftovers of dead processes there are deleted,
+    with ``notes`` for the user; ``living`` has the ids of other saves there that may still be going on. Raises
+    FileExistsError if another process is writing ``target`` right now; nothing was changed then.
     """
 
     def __init__(self, target: str, save_id: str, folder: str | None = None) -> None:
@@ -254,7 +239,7 @@ class Temporary:
         self.is_held, self.notes, self.living = True, list[str](), set[str]()
         try:
             with locked(self._folder, _FOLDER_WAIT_S, is_folder=True):
-                matches = filter(None, map(_NAME.fullmatch, sorted(os.listdir(self._folder))))
+                matches = filter(None, map(TEMPORARY_NAME.fullmatch, sorted(os.listdir(self._folder))))
                 others = {os.path.join(self._folder, match[0]): match for match in matches}
                 free = {path: _is_free(path) for path in others}
                 for path, match in others.items():
@@ -281,10 +266,7 @@ class Temporary:
             raise
 
     def move(self, target: str, *, replaces: bool) -> None:
-        """Move the directory to ``target``, with the owner, group and mode of the directory there.
-
-        If it ``replaces`` what is there, the names are exchanged; else nothing, or an empty directory, may be there.
-        """
+        """Move the directory to ``target``, in exchange for what it ``replaces``, or over an empty directory."""
         keep_owner_and_mode(target, self.path)
         if not replaces:
             os.rename(self.path, target)
@@ -293,10 +275,7 @@ class Temporary:
             raise FileExistsError(errno.EEXIST, text, target)
 
     def publish(self, replaced: Iterable[str] = (), *, sync: bool) -> None:
-        """Sync the folder after the content was moved to its place; then delete what was there. A failure is a note.
-
-        ``replaced`` are paths beside the temporary path, which what was there has after an exchange of names.
-        """
+        """Sync the folder after the move; then delete what was there, and ``replaced`` paths. A failure is a note."""
         try:
             if sync:
                 sync_directory(self._folder)  # if it fails, nothing may be deleted
@@ -344,16 +323,12 @@ def open_output(path: str, *, is_file: bool, replaceable: Callable[[str], bool])
     """Create a file or a directory at a path; yield a function that creates files, and notes for the user.
 
     It is in place and durable when the context ends, with the mode, owner and group of what it replaces; after an error
-    in the context, none of it is left.
+    in the context, none of it is left. Raises OSError if another process is creating it, too.
 
     Args:
         path: of the output.
         is_file: the output is the one file that is created, whatever its name.
         replaceable: called at the end with the path if a file, or a directory that is not empty, is there.
-
-    Raises:
-        OSError: if what is there must not be replaced, its owner or group cannot be kept, or another process is
-            creating it.
     """
     target = os.path.abspath(path)
     make_directories(os.path.dirname(target))

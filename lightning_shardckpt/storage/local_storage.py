@@ -1,18 +1,14 @@
 """Checkpoints as directories of a file system.
 
-A save makes a temporary directory, writes its files, and commits in one of two ways. It fills the temporary directory
-beside the target, with the mode, owner and group of the directory that is there, and exchanges the two in one system
-call, so that the path always holds a whole checkpoint, old or new. Or it fills the directory that is there: an empty or
-current one, a mount point, one whose parent cannot be written or whose owner cannot be kept, an older checkpoint where
-the file system cannot exchange two names (some network file systems), and a checkpoint that was filled in place. Then
-names begin with the save's id, as in an object store, and the root index alone is in the temporary directory, which is
-in the target, and renamed last.
+A save fills a temporary directory beside the target, with the mode, owner and group of the directory that is there, and
+exchanges the two in one system call, so that the path always holds a whole checkpoint, old or new. Or it fills the
+directory that is there: an empty or current one, a mount point, one whose parent cannot be written or whose owner
+cannot be kept, an older checkpoint where the file system cannot exchange two names (some network file systems), and a
+checkpoint that was filled in place. Then names begin with the save's id, as in an object store, and the root index
+alone is in the temporary directory, which is in the target, and renamed last.
 
 After that, and once it is durable, what was there is deleted. Names of temporaries neither contain "ckpt_" nor end in
 ".ckpt", since Lightning scans for both.
-
-A reader opens files relative to the directory that it has opened, so that it never reads files of a checkpoint that
-replaced this one.
 """
 
 from __future__ import annotations
@@ -36,32 +32,19 @@ from lightning_shardckpt.format.index import (
     prefix_of,
     read_prefix,
 )
-from lightning_shardckpt.storage.local_files import (
-    Temporary,
-    delete,
-    delete_all,
-    errors_with_path,
-    exchange,
-    is_temporary,
-    keep_owner_and_mode,
-    make_directories,
-    sync_directory,
-    temporary_name,
-    temporary_path,
-    write_file,
-)
+from lightning_shardckpt.storage import local_files
+from lightning_shardckpt.storage.local_files import Temporary
 from lightning_shardckpt.storage.protocol import Bytes, names_of_save, names_to_remove
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
 _LOOK_AGAIN_S = 0.1
+_UNFINISHED = (PREFIXED_NAME, local_files.TEMPORARY_NAME)  # of saves that fill a directory
 
 
 class LocalStorage:
     """Directories on a local or shared POSIX file system.
 
-    Args:
-        sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
-            after a crash of the machine neither the old nor the new checkpoint may be left.
+    Without ``sync_files``, after a crash of the machine, not of a process, no whole checkpoint may be left.
     """
 
     visible_within_s = 60.0  # on a network file system
@@ -70,7 +53,6 @@ class LocalStorage:
         self.sync_files = sync_files
 
     def open(self, path: str) -> LocalReader:
-        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError if there is none, or it is incomplete."""
         path = os.path.abspath(path)
         while True:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -81,16 +63,10 @@ class LocalStorage:
                 raise CheckpointNotFoundError(f"no checkpoint at {path!r}: there is nothing at this path")
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
-        """Return a draft of a checkpoint that will appear at ``path``."""
-        return LocalDraft(os.path.abspath(path), save_id, self.sync_files, self.visible_within_s)
+        return LocalDraft(self, os.path.abspath(path), save_id)
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint, or the link to one, at ``path``; nothing else. Raises CheckpointNotFoundError.
-
-        The directory is renamed first, so that the path never holds a half-deleted checkpoint. If it cannot be deleted
-        after that, a note says so, and the next save in the same folder deletes it. One that was filled in place, or
-        would be, loses its root index first, and stays as an empty directory.
-        """
+        # renamed first, so that the path never holds a half-deleted one; the next save beside it deletes what stays
         path = os.path.abspath(path)
         if os.path.islink(path):
             os.unlink(path)
@@ -102,68 +78,51 @@ class LocalStorage:
             os.unlink(os.path.join(path, ROOT_NAME))
             folder, deleted = path, [os.path.join(path, name) for name in names_to_remove(names, reader.prefix)]
         else:
-            deleted = [temporary_path(path, uuid4().hex, folder)]
+            deleted = [local_files.temporary_path(path, uuid4().hex, folder)]
             os.rename(path, deleted[0])
         if self.sync_files:
-            sync_directory(folder)
-        return delete_all(deleted, f"all files of the deleted checkpoint {path!r}")
-
-
-# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+            local_files.sync_directory(folder)
+        return local_files.delete_all(deleted, f"all files of the deleted checkpoint {path!r}")
 
 
 class LocalDraft:
-    """A draft in a temporary directory next to the target; or in the target, which is then filled in place.
+    """A draft beside the target or in it, as ``begin`` decides; other ranks find out when they write."""
 
-    ``begin`` decides which; ranks that don't call it find out when they write.
-    """
-
-    def __init__(self, target: str, save_id: str, sync_files: bool, visible_within_s: float) -> None:
+    def __init__(self, storage: LocalStorage, target: str, save_id: str) -> None:
         self._target, self._save_id = target, save_id
-        self._syncs, self._visible_within_s = sync_files, visible_within_s
+        self._syncs, self._visible_within_s = storage.sync_files, storage.visible_within_s
         self._temporary: str | None = None  # its path, once this rank knows it
         self._new: Temporary | None = None  # on the rank that begins
-        self._written = set[str]()
-        self.prefix, self.notes = "", list[str]()
+        self._written, self.prefix, self.notes = set[str](), "", list[str]()
 
     def begin(self) -> None:
-        """Create the temporary directory, and delete leftovers of killed saves beside it.
-
-        Raises:
-            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or if
-                another process is saving to it.
-            NotADirectoryError: if the target is a file.
-            PermissionError: if neither the target nor its parent can be written.
-        """
         target = self._target
         is_there, is_link = os.path.lexists(target), os.path.islink(target)  # a link is replaced
         names = os.listdir(target) if is_there and not is_link else []
-        if ROOT_NAME not in names and not all(PREFIXED_NAME.fullmatch(name) or is_temporary(name) for name in names):
+        foreign = [name for name in names if not any(pattern.fullmatch(name) for pattern in _UNFINISHED)]
+        if foreign and ROOT_NAME not in names:
             raise FileExistsError(
                 f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
                 "replaced; move it or use another path"
             )
-        new: Temporary | None = None
         if not is_there or is_link or not _is_filled_in_place(target, names):
-            make_directories(os.path.dirname(target), sync=self._syncs)
-            new = Temporary(target, self._save_id)
+            local_files.make_directories(os.path.dirname(target), sync=self._syncs)
+            new, can_replace = Temporary(target, self._save_id), False
             try:
-                can_replace = keep_owner_and_mode(target, new.path, writable=True)
+                can_replace = local_files.keep_owner_and_mode(target, new.path, writable=True)
                 can_replace = can_replace and (not is_there or _can_exchange(new.path))
-            except BaseException:
-                new.drop()
-                raise
-            if not can_replace:
-                if (error := new.drop()) is not None:  # no save that fills the target would delete it
-                    with errors_with_path(new.path):
-                        raise error
-                new = None
-        if new is None and is_link:
+            finally:
+                error = None if can_replace else new.drop()
+            if error is not None:  # no save that fills the target would delete it
+                with local_files.errors_with_path(new.path):
+                    raise error
+            self._new = new if can_replace else None
+        if self._new is None and is_link:
             raise FileExistsError(
                 f"{target!r} is a link, and the file system can't exchange it for a directory in one step: delete the "
                 "link, or save to another path"
             )
-        self._new = new or Temporary(target, self._save_id, target)
+        self._new = self._new or Temporary(target, self._save_id, target)
         self.notes = self._new.notes
         self._use(self._new.path)
 
@@ -173,20 +132,19 @@ class LocalDraft:
             self.prefix = prefix_of(self._save_id)
 
     def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
-        """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
         directory, stored = self._temporary or self._find(), name
         if self.prefix and name != ROOT_NAME:
             directory, stored = self._target, self.prefix + name
-        write_file(os.path.join(directory, stored), parts, sync=self._syncs)
+        local_files.write_file(os.path.join(directory, stored), parts, sync=self._syncs)
         if self._syncs:
-            sync_directory(directory)
+            local_files.sync_directory(directory)
         if name != ROOT_NAME:
             self._written.add(stored)
 
     def _find(self) -> str:
         """Return the temporary directory that ``begin`` made; wait until this machine sees it."""
         deadline, parent = time.monotonic() + self._visible_within_s, os.path.dirname(self._target)
-        start = temporary_name(self._target, self._save_id)
+        start = local_files.temporary_name(self._target, self._save_id)
         while True:
             for folder in (self._target, parent):
                 with suppress(OSError):  # listing makes a network file system refresh its cache
@@ -204,10 +162,6 @@ class LocalDraft:
             time.sleep(_LOOK_AGAIN_S)
 
     def publish(self) -> None:
-        """Make the checkpoint appear at the target, sync, and delete the old one.
-
-        Raises OSError if something other than a checkpoint is at the target, or files of this save are gone.
-        """
         new, target, replaced = self._new, self._target, list[str]()
         assert new is not None
         root = os.path.join(target, ROOT_NAME)
@@ -228,12 +182,11 @@ class LocalDraft:
         new.publish(replaced, sync=self._syncs)
 
     def discard(self) -> None:
-        """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
         if self._new is not None and self._new.is_held:
             with suppress(OSError):
                 for name in os.listdir(self._target) if self.prefix else ():
                     if name.startswith(self.prefix):
-                        delete(os.path.join(self._target, name))
+                        local_files.delete(os.path.join(self._target, name))
             self._new.drop()
 
 
@@ -242,7 +195,7 @@ def _can_exchange(folder: str) -> bool:
     names = os.path.join(folder, "1"), os.path.join(folder, "2")
     for name in names:
         os.mkdir(name)
-    is_possible = exchange(*names)
+    is_possible = local_files.exchange(*names)
     for name in names:
         os.rmdir(name)
     return is_possible
@@ -261,20 +214,15 @@ def _is_filled_in_place(target: str, names: list[str]) -> bool:
 
 def _delete_export(directory: str) -> None:
     """Delete an export, which must not outlive its root index. Raises OSError."""
-    if (error := delete(os.path.join(directory, EXPORT_FOLDER))) is not None:
+    if (error := local_files.delete(os.path.join(directory, EXPORT_FOLDER))) is not None:
         raise error
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class LocalReader:
-    """Reader of a directory, which opens only regular files, relative to the directory's descriptor. Thread-safe.
-
-    Raises FileNotFoundError if there is no directory, or with ``is_checkpoint`` no root index in it.
+    """Reader of a directory, which opens only regular files, relative to the directory's descriptor, not the path.
 
     Args:
-        path: of the directory.
+        path: of the directory; a FileNotFoundError if it is missing, or with ``is_checkpoint`` the root index in it.
         follow_links: don't refuse symbolic links, for other programs' directories: Hugging Face's cache has links.
         is_checkpoint: it may have been filled in place, and another checkpoint may replace it.
         fetch: called with the name of a file before it is opened.
@@ -296,28 +244,24 @@ class LocalReader:
         self._file = lru_cache(OPEN_FILES)(self._open)  # one that is dropped is closed when no thread reads it
         if is_checkpoint:
             with suppress(FormatError):  # a link is reported when the root index is read
-                self.prefix = read_prefix(os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0)) or ""
+                self.prefix = read_prefix(os.pread(self._file(ROOT_NAME).descriptor, HEAD_BYTES, 0))
 
     def size(self, name: str) -> int:
-        """Return the length of a file in bytes."""
         return os.fstat(self._file(name).descriptor).st_size
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the file's bytes from ``offset`` on. Raises EOFError if the file is too short."""
         file, left, at = self._file(name), target, offset
         while left:
-            with errors_with_path(os.path.join(self._path, name)):
+            with local_files.errors_with_path(os.path.join(self._path, name)):
                 count = os.preadv(file.descriptor, (left,), at)
             if count == 0:
                 raise EOFError(f"{name} ends at byte {at}, expected {offset + len(target)}")
             left, at = left[count:], at + count
 
     def names(self) -> list[str]:
-        """Return every entry of the directory, sorted; if names have a prefix, none of other saves."""
         return names_of_save(os.listdir(self._directory.descriptor), self.prefix)
 
     def close(self) -> None:
-        """Close all files."""
         self._file.cache_clear()
         self._directory.close()
 
@@ -325,7 +269,7 @@ class LocalReader:
         stored = name if name == ROOT_NAME else self.prefix + name
         self._fetch(name)
         try:
-            with errors_with_path(os.path.join(self._path, name)):
+            with local_files.errors_with_path(os.path.join(self._path, name)):
                 mode = os.stat(stored, dir_fd=self._directory.descriptor, follow_symlinks=self._follow_links).st_mode
                 if not stat.S_ISREG(mode):  # not even opened, since opening a device can act on it
                     raise FormatError(f"{name} is not a regular file; a checkpoint holds regular files only")

@@ -1,8 +1,7 @@
 """The operations on an object store that checkpoints need: through obstore, or fsspec for ``memory://`` and the web.
 
-Objects are named by URLs. Options have fsspec's names, and credentials are found as botocore finds them. obstore
-retries what passes, such as throttling and connections that break, within the bounds of ``Tuning``. Errors are OSErrors
-that name the action and the URL.
+Options have fsspec's names, and credentials are found as botocore finds them. obstore retries what passes, such as
+throttling and connections that break, within the bounds of ``Tuning``. Errors are OSErrors that name action and URL.
 """
 
 from __future__ import annotations
@@ -32,36 +31,29 @@ _MOST_PIECES = 10_000  # of an object in S3
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _first_process = list[int]()  # the process that used obstore
 _ERRORS = {  # of obstore
-    "AlreadyExistsError": errno.EEXIST,
-    "PreconditionError": errno.EEXIST,
-    "PermissionDeniedError": errno.EACCES,
-    "UnauthenticatedError": errno.EACCES,
+    **dict.fromkeys(("AlreadyExistsError", "PreconditionError"), errno.EEXIST),
+    **dict.fromkeys(("PermissionDeniedError", "UnauthenticatedError"), errno.EACCES),
 }
 
 
 class ObjectStat(NamedTuple):
-    """Size of an object, and a tag that changes when the object is replaced."""
+    """The size of an object, and a tag that changes when it is replaced."""
 
     size: int
     tag: dict[str, str]
 
 
 class ObjectStore:
-    """A bucket. Thread-safe.
+    """A bucket, whose objects are named by URLs. Thread-safe.
 
     Args:
-        url: of anything in the bucket.
-        options: by fsspec's names, and ``throttle_uploads``: only one process of each machine uploads at a time.
-        tuning: of requests: sizes, attempts, times.
+        url: of anything in the bucket; a ValueError if its protocol is unknown, or it names no bucket.
+        options: by fsspec's names, and ``throttle_uploads``: only one process of each machine uploads at a time. An
+            unknown one is a TypeError, a lack of credentials a PermissionError.
+        tuning: sizes, attempts and times of requests.
 
     Attributes:
         conditional: True if ``put`` compares and writes in one step with respect to all writers.
-
-    Raises:
-        ValueError: if the protocol is unknown, or the URL names no bucket.
-        TypeError: for an unknown option.
-        ImportError: if a package is missing.
-        PermissionError: if no credentials are found.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:
@@ -80,11 +72,11 @@ class ObjectStore:
         with self._call("looking at", url) as (bucket, key):
             return _stat(bucket.head(key))
 
-    def exists(self, url: str) -> bool:
-        """Return True if an object is at the URL itself."""
+    def tag(self, url: str) -> dict[str, str] | None:
+        """Return the tag of an object; None if there is none at the URL itself."""
         with suppress(FileNotFoundError):
-            return bool(self.stat(url))
-        return False
+            return self.stat(url).tag
+        return None
 
     def read(self, url: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``, which must exist."""
@@ -97,10 +89,7 @@ class ObjectStore:
         return content
 
     def get(self, url: str) -> tuple[bytes, dict[str, str]]:
-        """Return a whole object and its tag, by one request.
-
-        Raises FileNotFoundError if there is none, and FormatError if it is larger than JSON may be.
-        """
+        """Return a whole object and its tag. Raises FileNotFoundError, and FormatError if JSON can't be so large."""
         with self._call("reading", url) as (bucket, key):
             found = bucket.get(key)
             size, tag = _stat(found.meta)
@@ -109,17 +98,16 @@ class ObjectStore:
             return bytes(found.bytes()), tag
 
     def put(self, url: str, content: bytes, expected: Mapping[str, str] | None) -> None:
-        """Write an object if the current one has the tag ``expected`` (None: if there is none).
+        """Write an object if the current one has the tag ``expected`` (None: if there is none); else FileExistsError.
 
         The content must be of this save alone: an object that has it already counts as written. In a store without
-        conditional puts, the tag is compared right before the object is put. Raises FileExistsError if another object
-        is there, or the expected one is gone.
+        conditional puts, the tag is compared right before the object is put.
         """
         for left in reversed(range(_PUTS)):
             try:
                 mode: Any = expected or "create"
                 if not self.conditional:
-                    if (self.stat(url).tag if self.exists(url) else None) != expected:
+                    if self.tag(url) != expected:
                         raise FileExistsError(f"another object is at {url}")
                     mode = "overwrite"
                 with self._call("writing", url) as (bucket, key):
@@ -136,27 +124,19 @@ class ObjectStore:
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
 
     def upload(self, url: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
-        """Write a new object from its parts, without keeping references to them.
+        """Write a new object from its parts: in pieces, several at a time, if it may be large, of ``nbytes``.
 
-        A small object is sent with one request, a larger one in pieces, several at a time; after an error, obstore
-        aborts the upload. Pieces are larger for an object of ``nbytes`` that would have more of them than S3 takes.
+        S3 takes a limited number of pieces. After an error, obstore aborts the upload.
         """
-        piece_bytes = max(self._part_bytes, -(-nbytes // _MOST_PIECES))
+        piece_bytes, copies = max(self._part_bytes, -(-nbytes // _MOST_PIECES)), map(bytes, parts)
         with machine_upload_lock() if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
-            copies, first = map(bytes, parts), bytearray()  # obstore keeps references to its input
-            while len(first) <= piece_bytes and (copy := next(copies, None)) is not None:
-                first += copy
-            if len(first) <= piece_bytes:
-                bucket.put(key, bytes(first), use_multipart=False)
-            else:
-                content = chain((bytes(first),), copies)
-                bucket.put(key, content, use_multipart=True, chunk_size=piece_bytes, max_concurrency=_UPLOADS)
+            if nbytes <= piece_bytes:
+                bucket.put(key, b"".join(copies), use_multipart=False)
+            else:  # obstore keeps references to its input, hence the copies
+                bucket.put(key, copies, use_multipart=True, chunk_size=piece_bytes, max_concurrency=_UPLOADS)
 
     def list(self, folder: str) -> dict[str, ObjectStat]:
-        """Return sizes and tags of the objects below a folder by their names relative to it.
-
-        Empty ones may be markers of folders, as consoles make them.
-        """
+        """Return the objects below a folder by relative name. Empty ones may be a console's markers of folders."""
         with self._call("listing", folder) as (bucket, key):
             found = chain.from_iterable(bucket.list(key))
             return {entry["path"].removeprefix(key).removeprefix("/"): _stat(entry) for entry in found}
@@ -180,11 +160,8 @@ class ObjectStore:
 
     @contextmanager
     def _call(self, action: str, url: str) -> Iterator[tuple[Any, str]]:
-        """Yield the bucket and the key of a URL; errors become OSErrors that begin with the action.
-
-        Raises RuntimeError in a child of a process that used obstore, since a fork does not copy its threads.
-        """
-        if not self._is_forkable:
+        """Yield the bucket and the key of a URL; errors become OSErrors that begin with the action."""
+        if not self._is_forkable:  # a fork does not copy obstore's threads
             _first_process[:] = _first_process or [os.getpid()]
             if os.getpid() != _first_process[0]:
                 raise RuntimeError(
@@ -250,7 +227,6 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
     except ImportError as error:
         raise ImportError(f'{url!r} can\'t be opened: {error}; pip install "lightning-shardckpt[s3]"') from error
 
-    stores: Any = obstore.store  # its typed dictionaries can't be built from tables
     given = dict[str, Any]()
     for name, value in options.items():
         given |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -261,54 +237,36 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
             "leads into a dictionary) and throttle_uploads"
         )
     config = {new: given[name] for name, new in _OPTIONS[kind].items() if new and name in given}
-    common = _client_options(given, tuning)
-    if kind == "gs":
-        token = config.pop("token", None)
-        if token == "anon":
-            config["skip_signature"] = True
-        elif token is not None:
-            config["application_credentials" if os.path.exists(token) else "bearer_token"] = token
-        return stores.GCSStore(bucket, config=config, **common)
-    if kind == "az":
-        bucket, _, host = bucket.partition("@")  # abfss://container@account.dfs.core.windows.net/…
-        account = {"account_name": host.partition(".")[0]} if host else {}
-        return stores.AzureStore(bucket, config={**account, **config}, **common)
-    found, provider = find_aws(url, given)
-    return stores.S3Store(bucket, config={**found, **config}, credential_provider=provider, **common)
-
-
-def _client_options(given: Mapping[str, Any], tuning: Tuning) -> dict[str, Any]:
-    """Return obstore's options of connections and retries."""
+    if kind == "gs" and (token := config.pop("token", None)) is not None:
+        is_file, is_anonymous = os.path.exists(token), token == "anon"
+        name = "skip_signature" if is_anonymous else "application_credentials" if is_file else "bearer_token"
+        config[name] = is_anonymous or token
+    found, provider = find_aws(url, given) if kind == "s3" else ({}, None)
     verify = given.get("client_kwargs.verify", True)
     client: dict[str, Any] = {
         "allow_http": True,
         "timeout": timedelta(minutes=10),  # of a stalled connection
         "connect_timeout": timedelta(seconds=given.get("config_kwargs.connect_timeout", 10)),
         "read_timeout": timedelta(seconds=given.get("config_kwargs.read_timeout", 30)),
+        "allow_invalid_certificates": verify is False,
+        **({} if isinstance(verify, bool) else {"root_certificate": Path(verify).read_bytes()}),
     }
-    if verify is False:
-        client["allow_invalid_certificates"] = True
-    elif verify is not True:
-        client["root_certificate"] = Path(verify).read_bytes()
-    pauses = {"init_backoff": tuning.retry_pause_s, "max_backoff": tuning.retry_longest_pause_s}
-    retry = {
+    retry: dict[str, Any] = {
         "max_retries": tuning.retry_attempts - 1,
         "retry_timeout": timedelta(seconds=tuning.retry_total_s),
-        "backoff": {"base": 2, **{name: timedelta(seconds=seconds) for name, seconds in pauses.items()}},
+        "backoff": {"init_backoff": timedelta(seconds=tuning.retry_pause_s)},  # later ones double
     }
-    return {"client_options": client, "retry_config": retry}
+    root, settings = f"{'gs' if kind == 'gs' else protocol}://{bucket}", {**found, **config}
+    open_url: Any = obstore.store.from_url  # its typed dictionaries can't be built from tables
+    return open_url(root, config=settings, client_options=client, retry_config=retry, credential_provider=provider)
 
 
 def find_aws(url: str, given: Mapping[str, Any]) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
     """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
 
     ``given`` has ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.
-
-    Returns:
-        The region and the endpoint, if any, and a function that returns credentials for obstore, renewed by botocore.
-
-    Raises:
-        PermissionError: if there are no credentials.
+    Returns the region and the endpoint, if any, and a function that returns credentials for obstore, renewed by
+    botocore. Raises PermissionError without credentials.
     """
     from botocore.configprovider import ConfiguredEndpointProvider  # type: ignore[import-untyped]  # comes with obstore
     from botocore.credentials import Credentials  # type: ignore[import-untyped]
@@ -320,9 +278,8 @@ def find_aws(url: str, given: Mapping[str, Any]) -> tuple[dict[str, str], Callab
     found = {name: value for name, value in settings.items() if value}
     if given.get("anon"):
         return found, None
-    names = ("key", "secret", "token")
-    credentials = Credentials(*map(given.get, names)) if "key" in given else session.get_credentials()
-    if credentials is None:
+    own = Credentials(*map(given.get, ("key", "secret", "token"))) if "key" in given else None
+    if (credentials := own or session.get_credentials()) is None:
         raise PermissionError(
             errno.EACCES,
             f"no credentials for {url!r}: set AWS_PROFILE or AWS_ACCESS_KEY_ID, or storage_options (key, secret; or "
@@ -337,9 +294,6 @@ def find_aws(url: str, given: Mapping[str, Any]) -> tuple[dict[str, str], Callab
     return found, provide
 
 
-# ── fsspec ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class _FsspecBucket:
     """This process's memory, or servers of the web, with the methods of a bucket of obstore. No retries."""
 
@@ -351,7 +305,6 @@ class _FsspecBucket:
         self._root, self._fs = f"{protocol}://", fsspec.filesystem(protocol, **options)
 
     def head(self, key: str) -> dict[str, Any]:
-        """Return the size and the tag of an object."""
         try:
             found = self._fs.info(self._root + key)
         except FileNotFoundError as error:  # fsspec calls every failure so
@@ -363,15 +316,12 @@ class _FsspecBucket:
         return self._entry(key, found)
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """Return a part of an object."""
         return bytes(self._fs.cat_file(self._root + key, start=start, end=end))
 
     def get(self, key: str) -> SimpleNamespace:
-        """Return an object to be read whole."""
         return SimpleNamespace(meta=self.head(key), bytes=partial(self._fs.cat_file, self._root + key))
 
     def put(self, key: str, content: Any, *, mode: Any = "overwrite", **sizes: Any) -> None:
-        """Write an object, as a whole."""
         url = self._root + key
         with self._putting:
             found = self.head(key)["e_tag"] if mode != "overwrite" and self._fs.isfile(url) else None
@@ -380,13 +330,11 @@ class _FsspecBucket:
             self._fs.pipe_file(url, content if isinstance(content, bytes) else b"".join(content))
 
     def list(self, folder: str) -> Iterator[list[dict[str, Any]]]:
-        """Yield the paths and sizes of the objects below a folder, in one chunk."""
         url = self._root + folder
         found = self._fs.find(url, detail=True) if self._fs.exists(url) else {}
         yield [self._entry(name.removeprefix(self._root).strip("/"), entry) for name, entry in found.items()]
 
     def delete(self, keys: Any) -> None:
-        """Delete objects."""
         for key in [keys] if isinstance(keys, str) else keys:
             self._fs.rm_file(self._root + key)
 

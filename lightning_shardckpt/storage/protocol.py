@@ -1,4 +1,4 @@
-"""The protocol of a storage backend: readers and drafts of checkpoints.
+"""The protocol of a storage backend: readers and drafts of checkpoints. It describes the methods of all backends.
 
 A checkpoint is a flat set of named files that appears as a whole or not at all. A file system renames a directory; an
 object store puts the root index last. Names never contain a directory.
@@ -19,9 +19,8 @@ class Reader(Protocol):
     """A checkpoint opened for reading. Thread-safe.
 
     Names are those in its indexes, without the prefix of stored names that the root index records. If another
-    checkpoint has replaced it at its path, a file that is gone is an OSError with ``errno.ESTALE``.
-
-    If ``high_latency``, each call is slow however little it reads: callers read in parallel, and nothing twice.
+    checkpoint has replaced it at its path, a file that is gone is an OSError with ``errno.ESTALE``. If it has a
+    ``high_latency``, each call is slow however little it reads: callers read in parallel, and nothing twice.
     """
 
     high_latency: bool
@@ -33,7 +32,7 @@ class Reader(Protocol):
         """Fill ``target`` with the file's bytes from ``offset`` on. Raises EOFError if the file is too short."""
 
     def names(self) -> list[str]:
-        """Return all entries, sorted. Only ``verify`` lists: a load opens the files that an index names."""
+        """Return all entries, sorted, without those of other saves. Only ``verify`` lists: a load follows indexes."""
 
     def close(self) -> None:
         """Close all files."""
@@ -56,56 +55,44 @@ class Draft(Protocol):
         """
 
     def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
-        """Write a new file; wait first until this rank sees the place that ``begin`` created.
+        """Write a new file, of ``nbytes`` if it may be large, when this rank sees the place that ``begin`` created.
 
-        ``nbytes`` is its size, if that is known and may be large. The file is durable on return, unless syncs are
-        disabled in the backend. The same holds for ``publish``.
+        The file and its name are durable on return, as after ``publish``, unless the backend is not to sync.
         """
 
     def publish(self) -> None:
-        """Make the checkpoint appear at its path; then delete an older one there. A failure of that becomes a note."""
+        """Make the checkpoint appear at its path; then delete an older one there. A failure of that becomes a note.
+
+        Raises OSError if something other than a checkpoint is there, or another process changed what is.
+        """
 
     def discard(self) -> None:
-        """Remove the files written so far; files that are already gone are no error."""
+        """Remove the files written so far, as far as possible. Never raises, since it follows an error."""
 
 
 class Storage(Protocol):
-    """A backend, which stores checkpoints by path.
+    """A backend, which stores checkpoints by path."""
 
-    ``visible_within_s`` is the time within which all ranks see a change that one of them made.
-    """
-
-    visible_within_s: float
+    visible_within_s: float  # the time within which all ranks see a change that one of them made
 
     def open(self, path: str) -> Reader:
-        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
+        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError if there is none, or it is incomplete."""
 
     def draft(self, path: str, save_id: str) -> Draft:
         """Return a draft of a checkpoint at ``path``; all ranks' drafts with one ``save_id`` form one checkpoint."""
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint at ``path``, and nothing else; return notes if some of its files could not be deleted.
-
-        Raises CheckpointNotFoundError.
-        """
+        """Delete a checkpoint, and no file of another save; return notes. Raises CheckpointNotFoundError."""
 
 
 def names_of_save(stored: Iterable[str], prefix: str) -> list[str]:
-    """Return the sorted names of stored files without their prefix; if there is one, without those of other saves.
-
-    >>> names_of_save(["5afe5afe5afe5afe-a", "0000000000000000-a", ".tmp-1", "x.json"], "5afe5afe5afe5afe-")
-    ['a', 'x.json']
-    """
+    """Return the sorted names of stored files without their prefix; if there is one, without those of other saves."""
     names = [name.removeprefix(prefix) for name in stored]
     return sorted(name for name in names if not prefix or not (name[:1] == "." or PREFIXED_NAME.fullmatch(name)))
 
 
 def names_to_remove(stored: Iterable[str], prefix: str) -> list[str]:
-    """Return the stored names that a removal of a checkpoint deletes: none of other saves, finished or not.
-
-    >>> names_to_remove(["5afe5afe5afe5afe-a", "0000000000000000-a", "thesis", "x.json"], "5afe5afe5afe5afe-")
-    ['5afe5afe5afe5afe-a']
-    """
+    """Return the stored names that a removal of a checkpoint deletes: none of other saves, finished or not."""
     names = filter(is_ours, stored)
     return [name for name in names if name.startswith(prefix or "?") or not PREFIXED_NAME.fullmatch(name)]
 

@@ -3,14 +3,13 @@
 ``evaluations.jsonl`` has a line for each evaluation of a checkpoint. Files in the folder ``.follow``:
 
 - ``follower``: the process that follows the run, the checkpoint that it evaluates, and until when this is valid.
-- ``remove-…``: a checkpoint that was deleted while it was evaluated, and the checksum of its root index. It is kept
-  until the evaluation is over; then the follower deletes it, or else the next deletion in the folder.
+- ``remove-…``: a checkpoint that was deleted while it was evaluated, and the checksum of its root index. After that the
+  follower deletes it, or else the next deletion in the folder.
 - ``ended``: the training has ended.
 - ``logged``: a line for each evaluation that the training has logged.
 
-A checkpoint is not deleted under its evaluation: a deletion writes ``remove-…`` before it reads ``follower``, and the
-follower writes ``follower`` before it looks for ``remove-…``, so at least one of them sees the other. Nothing is
-written into a checkpoint. A folder that was never followed has none of these files, and costs a deletion one look.
+A deletion writes ``remove-…`` before it reads ``follower``, and the follower writes ``follower`` before it looks for
+``remove-…``, so at least one of them sees the other. In a folder that was never followed, a deletion takes one look.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _FOLDER, _FOLLOWER, _ENDED, _REMOVE = ".follow", ".follow/follower", ".follow/en
 
 
 class RunFolder:
-    """The folder of a run's checkpoints: a directory, which may not exist yet, or a URL.
-
-    Raises:
-        ValueError: if nothing can be written there.
-    """
+    """The folder of a run's checkpoints: a directory, which may not exist yet, or a URL that can be written."""
 
     def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
         self.path, self._storage = absolute_path(path).rstrip("/"), storage
@@ -69,12 +64,10 @@ class RunFolder:
                     found[path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
         return found
 
-    # --- lines ---
-
     def lines(self, name: str) -> list[Any]:
         """Return the lines of ``EVALUATIONS`` or ``LOGGED``, without those that somebody has edited."""
         found = list[Any]()
-        for line in (self._read(name) or b"").splitlines():
+        for line in self._read(name).splitlines():
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
@@ -85,14 +78,14 @@ class RunFolder:
 
     def add_lines(self, name: str, lines: Iterable[Any]) -> None:
         """Add lines to a file of which this process is the only writer; they are durable on return."""
-        self._write(name, (self._read(name) or b"").decode() + "".join(f"{json.dumps(line)}\n" for line in lines))
+        self._write(name, self._read(name).decode() + "".join(f"{json.dumps(line)}\n" for line in lines))
 
     # --- the follower and the end of the run ---
 
     def follower(self) -> dict[str, Any]:
         """Return the ``process`` that follows the run, the ``checkpoint`` it evaluates, and ``until`` when; or none."""
         with suppress(ValueError):  # it is empty
-            return dict(json.loads(self._read(_FOLLOWER) or b"{}"))
+            return dict(json.loads(self._read(_FOLLOWER)))
         return {}
 
     def set_follower(self, process: str | None, checkpoint: str | None = None, hold_s: float = HOLD_S) -> None:
@@ -107,7 +100,7 @@ class RunFolder:
 
     def has_ended(self) -> bool:
         """Return True if the training says that it has ended."""
-        return self._read(_ENDED) is not None
+        return bool(self._read(_ENDED))
 
     def set_ended(self, has_ended: bool) -> None:
         """Write that the training has ended, or that it goes on."""
@@ -121,7 +114,7 @@ class RunFolder:
         A checkpoint under evaluation is deleted once that is over. Raises CheckpointNotFoundError for other things.
         """
         if self._objects is not None:
-            if self._objects.exists(path):
+            if self._objects.tag(path) is not None:
                 self._objects.delete([path])
                 return []
             if not any(stat.size for stat in self._objects.list(path).values()):
@@ -139,16 +132,16 @@ class RunFolder:
 
     def is_requested(self, path: str) -> bool:
         """Return True if the checkpoint at a path is to be deleted."""
-        return self._read(_request_of(os.path.basename(path))) is not None
+        return bool(self._read(_request_of(os.path.basename(path))))
 
     def remove_requested(self) -> list[str]:
         """Delete the checkpoints that are to be deleted, except one under evaluation; return notes."""
         notes = list[str]()
         for file in self._names():
-            content = self._read(f"{_FOLDER}/{file}") if file.startswith(_REMOVE) else None
+            content = self._read(f"{_FOLDER}/{file}") if file.startswith(_REMOVE) else b""
             request = json.loads(content or b"{}")
             name = os.path.basename(str(request.get("checkpoint")))  # a name stays in the folder, whoever wrote it
-            if content is None or self.is_followed(name):
+            if not content or self.is_followed(name):
                 continue
             path = f"{self.path}/{name}"
             with suppress(CheckpointNotFoundError):
@@ -161,19 +154,18 @@ class RunFolder:
         with closing(self._storage.open(path)) as reader:
             return checksum(read_all(reader, ROOT_NAME))
 
-    # --- small files ---
-
     def _names(self) -> list[str]:
         folder = f"{self.path}/{_FOLDER}"
         if self._objects is not None:
             return [*self._objects.list(folder)]
         return os.listdir(folder) if os.path.isdir(folder) else []
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str) -> bytes:
+        """Return the content of a file; empty if there is none."""
         path = f"{self.path}/{name}"
         with suppress(FileNotFoundError, NotADirectoryError):
             return Path(path).read_bytes() if self._objects is None else self._objects.get(path)[0]
-        return None
+        return b""
 
     def _write(self, name: str, text: str | None) -> None:
         """Replace a file; without a text, delete it."""

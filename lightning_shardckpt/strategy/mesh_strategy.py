@@ -253,7 +253,7 @@ class MeshStrategy:
 
     def _new_ranks(self) -> Ranks:
         """Return new ranks for saves and loads."""
-        return Ranks.of_default_group(self._timeout_s, tuning=self.tuning)
+        return Ranks.of_group(timeout_s=self._timeout_s, tuning=self.tuning)
 
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""

@@ -2,8 +2,8 @@
 
 Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``,
 which uses an Event, take a lock in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and
-the next taker waits forever (Python 3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an
-RLock releases it in one.
+the next taker waits forever (Python 3.11). A Lock or an RLock is taken in one step; a Condition of an RLock releases it
+in one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _HUGE_BYTES = 2 << 20  # the size of a huge page on most machines
 
 
 def allocate_pages(nbytes: int) -> mmap.mmap:
-    """Return ``nbytes`` (at least one) of writable, zeroed memory.
+    """Return ``nbytes`` (at least one) of writable, zeroed memory, which a forked child copies.
 
-    Uses huge pages where possible: with small ones, the first touch costs more than filling the memory. The mapping is
-    private, so a forked child gets a copy and can't write into it.
+    Uses huge pages where possible: with small ones, the first touch costs more than filling the memory.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -52,10 +51,9 @@ _C = ctypes.CDLL(None)
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Start no collection inside this context; also works as a decorator.
+    """Start no collection inside this context, or decorated function.
 
-    The collector would scan the plans and all other objects and free nothing, which doubles the time of a save or load
-    of many small tensors.
+    It would scan all plans and free nothing, which doubles the time of a save or load of many small tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -92,18 +90,13 @@ def start_time(pid: int) -> str:
 
 
 class NoThreadError(RuntimeError):
-    """The system can start no more threads, or the interpreter is about to exit.
-
-    A class of its own distinguishes it from a RuntimeError that a signal handler raises.
-    """
+    """The system can start no more threads, or the interpreter is about to exit; not an error of a signal handler."""
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defer signal handlers, which Python runs in the main thread, to the end of the block.
-
-    Replaces the handlers instead of blocking the signals, since another thread could receive a blocked signal.
-    """
+    """Defer signal handlers, which Python runs in the main thread, to the end of the block."""
+    # replaces the handlers, since another thread could receive a blocked signal
     received = list[int]()
     handlers = {number: handler for number in _INTERRUPTS if callable(handler := signal.getsignal(number))}
     if threading.current_thread() is not threading.main_thread():
@@ -120,20 +113,13 @@ def signals_deferred() -> Iterator[None]:
 
 
 def cores_per_rank() -> int:
-    """Return this rank's share of the host's cores, by the launcher's variables; at least one.
-
-    A lower bound if only WORLD_SIZE is set.
-    """
-    size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    return max(len(os.sched_getaffinity(0)) // max(int(size) if size.isdecimal() else 1, 1), 1)
+    """Return this rank's share of the host's cores, by the launcher's variables, or less if only WORLD_SIZE is set."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return len(os.sched_getaffinity(0)) // int(ranks)
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, with signals deferred.
-
-    Raises:
-        NoThreadError: if the system can't.
-    """
+    """Start a thread, with signals deferred. Raises NoThreadError if the system can't."""
     with signals_deferred():
         try:
             thread.start()
@@ -142,20 +128,16 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]], *, threads: int, name: str) -> None:
-    """Do all tasks in the calling thread and others; return when every thread has ended.
+    """Do all tasks, in this order, in the calling thread and others; return when every thread has ended.
 
-    The first error counts, including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped. It
-    is raised after every thread has ended, since the caller may free files and memory that the threads use. An
-    interrupt of that wait is raised after it.
+    Raises the first error of any thread or of ``tasks``, or an interrupt, when every thread has ended, since the caller
+    may free files and memory that they use. Tasks that have not begun are dropped.
 
     Args:
-        tasks: begun in this order; one thread at a time takes the next one.
+        tasks: one thread at a time takes the next one.
         new_worker: called once by each thread; returns the function that does one task.
         threads: the number, including the calling one.
         name: of the other threads.
-
-    Raises:
-        BaseException: the first error of any thread, or of ``tasks``.
     """
     remaining, taking, failures = iter(tasks), threading.Lock(), list[BaseException]()
 
@@ -194,6 +176,7 @@ def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]
 
 WRITERS: WeakSet[Any] = WeakSet()
 """Background writers: ``drain`` waits for their work, ``forget`` drops it in a forked child, whose parent does it."""
+os.register_at_fork(after_in_child=lambda: [writer.forget() for writer in list(WRITERS)])
 
 
 def drain_all() -> None:
@@ -202,32 +185,13 @@ def drain_all() -> None:
         writer.drain()
 
 
-def _forget_all() -> None:
-    for writer in list(WRITERS):
-        writer.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-# ── sizes and times ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-# Functions that need a `Tuning` take ``tuning: Tuning = TUNING``; so do storages and ``Ranks``, and a strategy has one
-# as an attribute. There is no global state, and nothing is read from the environment. No value changes stored bytes.
-# Limits of the format, of S3 or of another program are not tuning and stay where they are used.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Sizes in bytes, times in seconds and numbers of threads; the defaults were measured or are explained here."""
+    """Sizes in bytes and times in seconds, which change no stored bytes. Functions take ``tuning: Tuning = TUNING``."""
 
-    # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
-
-    # ── ranks and other processes ──
     retry_attempts: int = 6  # of a request to an object store
     retry_pause_s: float = 0.2  # before the second one; later pauses double
-    retry_longest_pause_s: float = 10.0
     retry_total_s: float = 120.0
     host_look_s: float = 1.0  # between two checks of a waiting rank that the processes of its host live
     look_again_s: float = 0.1  # before ranks that see different checkpoints at a path look again

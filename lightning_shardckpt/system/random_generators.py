@@ -16,11 +16,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
-    """Return the states of all global generators, as values that ``state.json_tree`` can store.
-
-    Args:
-        every_device: include every CUDA device, not only the current one, if this process uses CUDA.
-    """
+    """Return the states of all global generators, of CUDA devices all or the current one, if this process uses CUDA."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     state["numpy"] = np.random.get_state()
     if every_device and torch.cuda.is_available():
@@ -31,10 +27,7 @@ def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set all global generators to ``state``. Devices that ``state`` does not contain keep their state.
-
-    The current CUDA device continues from the device that was current then, even if its number differs.
-    """
+    """Set all global generators that ``state`` contains; the current CUDA device continues from the one of then."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
@@ -50,13 +43,9 @@ def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> di
 
 
 def rng_checksum(states: Mapping[str, Any] | None = None, start: int = 0) -> int:
-    """Return a checksum of generator states, which changes with each draw.
+    """Return a checksum of ``get_rng_state(every_device=False)``, by default of now, which changes with each draw.
 
-    Does not wait for a CUDA device, since its generator's state is in host memory.
-
-    Args:
-        states: entries of ``get_rng_state(every_device=False)``; by default of now.
-        start: the checksum to continue.
+    Continues the checksum ``start``. Does not wait for a CUDA device: its generator's state is in host memory.
     """
     for state in (get_rng_state(every_device=False) if states is None else states).values():
         start = zlib.crc32(_bytes_of(state), start)
@@ -64,7 +53,6 @@ def rng_checksum(states: Mapping[str, Any] | None = None, start: int = 0) -> int
 
 
 def _bytes_of(state: Any) -> bytes:
-    """Return bytes that identify a generator's state."""
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     _, words, *rest = state
@@ -84,7 +72,7 @@ def preserve_rng(*, every_device: bool = False) -> Iterator[None]:
 
 
 def seed_rng(seed: int) -> None:
-    """Seed all global generators with ``seed``."""
+    """Seed all global generators."""
     _seed_torch(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
@@ -124,9 +112,9 @@ def advance_rng(generator: torch.Generator | None = None) -> None:
 
 
 def seed_and_watch(seed: int) -> Callable[[int], bool]:
-    """Seed all global generators, and return a function that tells if numbers were drawn from them since.
+    """Seed all global generators; return a function that tells if numbers were drawn from them since.
 
-    The function takes the number of calls of ``advance_rng``, which are allowed. It leaves the generators as they were.
+    The function takes the number of calls of ``advance_rng``, which are allowed, and draws none.
     """
     seed_rng(seed)
     begin = get_rng_state(every_device=False)

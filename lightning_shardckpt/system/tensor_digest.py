@@ -1,7 +1,6 @@
-"""Digests of the bits of tensors, to compare tensors of several ranks and to detect changed values on one rank.
+"""Digests of the bits of tensors, and of their order, to compare tensors of several ranks or times.
 
-A digest depends on the position of each bit, so the same values in another order have another digest. Digests are
-comparable only within one run and between tensors on the same device type.
+Digests are comparable only within one run and between tensors on the same device type.
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ _CHUNK = 1 << 20  # words; a chunk with its keys and products fits into the cach
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, as a flat view of uint8.
-
-    A tensor of one element is contiguous whatever its strides are, and ``view`` keeps these and refuses another dtype.
-    """
+    """Return the bytes of a contiguous tensor, as a flat view of uint8."""
+    # a tensor of one element is contiguous whatever its strides are, with which ``view`` refuses another dtype
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def bit_digest(tensor: Tensor) -> Tensor:
-    """Return a digest of the values of a dense tensor in row-major order, of any shape, dtype and strides.
+    """Return a digest of the values of a dense tensor in row-major order: int64, 0-dim, on its device.
 
-    Runs at the speed of memory and waits for no device.
-
-    Returns:
-        Int64, 0-dim, on the tensor's device: xxh3-64 of the bytes in host memory, ``keyed_sum`` on other devices.
+    Runs at the speed of memory and waits for no device: xxh3-64 of bytes in host memory, ``keyed_sum`` on others.
     """
     content = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     if not content.is_cpu:

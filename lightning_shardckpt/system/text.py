@@ -7,11 +7,7 @@ from contextlib import contextmanager
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size in binary units.
-
-    >>> size_text(980), size_text(3 << 20), size_text(1536)
-    ('980 B', '3.0 MiB', '1.5 KiB')
-    """
+    """Return a size in binary units, such as "980 B" or "1.5 KiB"."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -19,39 +15,25 @@ def size_text(nbytes: int) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as readable text.
-
-    >>> shape_text((3, 4)), shape_text(())
-    ('3 × 4', 'scalar')
-    """
+    """Return a shape as readable text, such as "3 × 4", or "scalar"."""
     return " × ".join(map(str, shape)) or "scalar"
 
 
 def list_some(texts: Sequence[str], most: int = 10, between: str = ", ") -> str:
-    """Return the first of many texts in one, and the number of others.
-
-    >>> list_some(["a", "b", "c"], 3), list_some(["a", "b", "c"], 1)
-    ('a, b, c', 'a, … and 2 more')
-    """
+    """Return the first of many texts in one, and the number of others, such as "a, b, … and 2 more"."""
     more = [f"… and {len(texts) - most:,} more"] if len(texts) > most else []
     return between.join([*texts[:most], *more])
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
-    """Return a count with its noun; ``plural`` replaces a plural in s.
-
-    >>> count_text(1, "file"), count_text(1200, "file")
-    ('1 file', '1,200 files')
-    """
+    """Return a count with its noun, such as "1,200 files"; ``plural`` replaces a plural in s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("size",), *, limit: int | None = None
 ) -> str:
-    """Return lines with aligned columns; the columns named in ``right`` are right-aligned.
-
-    Of more than ``limit`` rows, the first are shown, and a last line counts the others and tells how to list them.
+    """Return lines with columns, those in ``right`` right-aligned; of more than ``limit`` rows, the first and a count.
 
     >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B"), ("d", "8 B")], limit=2))
     name  size
@@ -69,23 +51,15 @@ def table(
 
 
 def one_line(text: str) -> str:
-    """Return the text with escapes for unprintable characters, which names in a file may contain.
-
-    >>> print(one_line("a\\nb"))
-    a\\nb
-    """
+    """Return the text with escapes for unprintable characters, which names in a file may contain."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @contextmanager
 def progress(nbytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on stderr while the block runs, on a terminal, if that takes more than a second.
+    """Show a progress bar on a terminal's stderr, if the block takes more than a second.
 
-    Args:
-        nbytes: the total.
-
-    Yields:
-        A function to call with the bytes done since the last call.
+    Yields a function to call with the bytes done since the last call, of ``nbytes`` in all.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 

@@ -36,7 +36,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def save(*paths: str) -> None:
     """On 2 ranks or alone; every path gets a save of its own with the same values."""
-    ranks = Ranks.of_default_group(60)
+    ranks = Ranks.of_group(timeout_s=60)
     mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
 
     def placed(name: str, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.system.host import Tuning
 
-IMPATIENT = Tuning(retry_attempts=4, retry_pause_s=0.01, retry_longest_pause_s=0.05, retry_total_s=20.0)
+IMPATIENT = Tuning(retry_attempts=4, retry_pause_s=0.01, retry_total_s=20.0)
 
 
 _SERVER = """

@@ -70,7 +70,7 @@ def whole_tensors() -> dict[str, Tensor]:
 
 def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float = 0.1) -> None:
     """On 4 ranks as 2 × 2, or alone with whole tensors. An optimizer has the same tensors as its state."""
-    ranks = Ranks.of_default_group(60)
+    ranks = Ranks.of_group(timeout_s=60)
     tensors = whole_tensors()
     if ranks.world > 1:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -116,7 +116,7 @@ def _placed(tensor: Tensor, mesh: Any, placements: list[Any] | None) -> Tensor:
 
 def save_large(path: str, rows: int) -> None:
     """Two matrices of ``rows`` × 4 KiB, one cut into rows and one into columns, in shards of 64 MB."""
-    ranks = Ranks.of_default_group(60)
+    ranks = Ranks.of_group(timeout_s=60)
     mesh = init_device_mesh("cpu", (ranks.world,))
     base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
     state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}

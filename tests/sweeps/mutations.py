@@ -98,13 +98,13 @@ MUTATIONS = (
     Mutation("the parent directory is not synced after the rename", DURABLE, "storage/local_files.py",
              "sync_directory(self._folder)  # if it fails", "pass  # if it fails", (_POWER,)),
     Mutation("the draft's directory is not synced before the rename", DURABLE, "storage/local_storage.py",
-             "            sync_directory(directory)\n", "            pass\n", (_POWER,)),
+             "            local_files.sync_directory(directory)\n", "            pass\n", (_POWER,)),
     Mutation("the old checkpoint is deleted before the new one is in place", ATOMIC, "storage/local_files.py",
              "        keep_owner_and_mode(target, self.path)\n        if not replaces:\n",
              "        keep_owner_and_mode(target, self.path)\n        delete(target)\n        if True:\n",
              ("ranks/checkpoint/test_faults.py::"
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
-    Mutation("on an object store, the root index is put when it is written", ATOMIC, "storage/remote_storage.py",
+    Mutation("on an object store, the root index is put when it is written", ATOMIC, "storage/router.py",
              'self._root = b"".join(parts)\n',
              'self._root = b"".join(parts)\n            self._objects.put(f"{self._url}/{name}", self._root, None)\n',
              ("unit/storage/test_storage.py",)),
@@ -114,7 +114,7 @@ MUTATIONS = (
     Mutation("the writer's lock is not taken", ATOMIC, "storage/local_files.py",
              "                _try_lock(file)\n", "                pass\n", ("unit/storage/test_local.py",)),
     Mutation("a directory of someone else is replaced", ATOMIC, "storage/local_storage.py",
-             "        if ROOT_NAME not in names and not all(", "        if False and not all(",
+             "        if foreign and ROOT_NAME not in names:", "        if False:",
              ("unit/storage/test_storage.py::test_what_is_not_ours_is_never_replaced",)),
     Mutation("a directory is filled in place with the root index first", ATOMIC, "storage/local_storage.py",
              "if self.prefix and name != ROOT_NAME:\n            directory, stored = self._target, self.prefix + name",
@@ -123,7 +123,7 @@ MUTATIONS = (
              ("unit/storage/test_local.py",)),
     Mutation("files of the replaced checkpoint are deleted before the root index is in place", ATOMIC,
              "storage/local_storage.py", "            os.rename(os.path.join(new.path, ",
-             "            [delete(os.path.join(target, n)) for n in names if not n.startswith(self.prefix)]\n"
+             "            [os.unlink(os.path.join(target, n)) for n in names if not n.startswith(self.prefix)]\n"
              "            os.rename(os.path.join(new.path, ",
              ("ranks/checkpoint/test_faults.py::"
               "test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",)),
@@ -211,7 +211,7 @@ MUTATIONS = (
     Mutation("ranks in different calls take each other's answers", RANKS, "distributed/ranks.py", "if len(calls) > 1:",
              "if False:", ("ranks/distributed/test_ranks.py::test_ranks_in_different_calls_learn_who_is_where",)),
     Mutation("a rank that was killed is waited for until the timeout", RANKS, "distributed/ranks.py",
-             "if (reason := self._watched.gone.get(member)) is not None:", "if (reason := None):",
+             "if (reason := self._peers.gone.get(member)) is not None:", "if (reason := None):",
              ("ranks/distributed/test_ranks.py::test_a_rank_that_is_killed_is_named_long_before_the_timeout",)),
     Mutation("ranks that save to different paths are not told", RANKS, "checkpoint/save_job.py",
              'for what in ("path", "step"):', "for what in ():",
@@ -250,7 +250,7 @@ MUTATIONS = (
              ("ranks/parallel/test_parallel.py::test_ranks_draw_alike_where_they_must_and_apart_elsewhere",)),
     # ── followed runs ─────────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("a checkpoint under evaluation is deleted", KEPT, "storage/run_folder.py",
-             "if content is None or self.is_followed(name):", "if content is None:",
+             "if not content or self.is_followed(name):", "if not content:",
              ("unit/storage/test_run_folder.py",)),
     Mutation("a postponed deletion takes what was saved since", KEPT, "storage/run_folder.py",
              'if self._root_checksum(path) == request["root"]:', "if True:", ("unit/storage/test_run_folder.py",)),

@@ -279,7 +279,7 @@ def end_with_the_store() -> str:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     # Rank 0 answers when rank 1 has looked for the answer in vain, and looks again only after rank 0 has ended.
     notices.append(lambda *_: rendezvous.set("looked", "") if rank else None)
-    ranks = Ranks.of_default_group(tuning=SELDOM if rank else host.TUNING)
+    ranks = Ranks.of_group(tuning=SELDOM if rank else host.TUNING)
     ranks.step("saving", lambda: rank, lambda rows: len(rendezvous.get("looked")))
     if rank == 0:
         del ranks

@@ -68,7 +68,7 @@ class Scene:
 
     def __init__(self, folder: str) -> None:
         self.folder, self.storage = folder, Gated()
-        self.ranks, of_thread = (Ranks.of_default_group(TIMEOUT_S, tuning=Tuning(host_look_s=0.1)) for _ in range(2))
+        self.ranks, of_thread = (Ranks.of_group(timeout_s=TIMEOUT_S, tuning=Tuning(host_look_s=0.1)) for _ in range(2))
         self.background = Background(of_thread)
         self.group = SaveGroup(self.ranks, self.background)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

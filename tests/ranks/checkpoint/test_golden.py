@@ -131,7 +131,7 @@ def test_it_is_read_whole(golden: pathlib.Path) -> None:
 
 def load_sharded(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, Any]:
     """Into an FSDP-like cut along dim 0 of all parameters, over as many ranks as there are."""
-    ranks = Ranks.of_default_group(60)
+    ranks = Ranks.of_group(timeout_s=60)
     mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
     live = {
         name: t if name in BUFFERS else distribute_tensor(torch.zeros_like(t), mesh, [Shard(0)])

@@ -44,7 +44,7 @@ class Counting(SaveGroup):
 def saves(folder: str) -> list[Any]:
     """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    group, found = Counting(Ranks.of_default_group()), []
+    group, found = Counting(Ranks.of_group()), []
     cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
     rest: dict[str, Any] = {"global_step": 1}

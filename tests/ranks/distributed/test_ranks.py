@@ -208,7 +208,7 @@ def test_a_long_run_leaves_no_keys_behind() -> None:
 
 def dying(who: int, phase: int) -> str:
     """A rank is killed: before it reports (0), as rank 0 after all reports (1), or between two steps (2)."""
-    ranks = Ranks.of_default_group(600)
+    ranks = Ranks.of_group(timeout_s=600)
     ranks.step("beginning", lambda: None, lambda found: None)
 
     def die() -> None:
@@ -277,7 +277,7 @@ def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
     from lightning_shardckpt.checkpoint.save_job import RunInfo
     from lightning_shardckpt.state.snapshot import Snapshot
 
-    ranks = Ranks.of_default_group(30)
+    ranks = Ranks.of_group(timeout_s=30)
     mine = f"{path}-{ranks.rank}" if what == "path" else path
     run_info = RunInfo(step=ranks.rank if what == "step" else 0)
     try:

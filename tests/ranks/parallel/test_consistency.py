@@ -86,7 +86,7 @@ def compare_values() -> None:
             module.weight.fill_(is_changed and how == "weight").mul_(1.5)
             module.bias.zero_()
         with pytest.raises(UnsupportedCodeError, match=f"^{how} differs between the") if how else nullcontext():
-            compare_ranks([module], Ranks.of_default_group(), meshes, parameters=True)
+            compare_ranks([module], Ranks.of_group(), meshes, parameters=True)
 
 
 def test_values_that_differ_between_data_parallel_ranks_are_named() -> None:

@@ -54,7 +54,7 @@ def drawn(name: str, is_changed: bool) -> Tensor:
 
 def save(path: str, is_changed: bool, **state: Any) -> None:
     """On a mesh of all ranks, or alone with whole tensors."""
-    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False)
+    ranks, io = Ranks.of_group(timeout_s=60), ShardCkptIO(sync_files=False)
     mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
     drawings = {name: drawn(name, is_changed) for name in KINDS}
     found = {n: distribute_tensor(t, mesh, [KINDS[n][2]], src_data_rank=None) for n, t in drawings.items()}

@@ -154,12 +154,12 @@ WITHOUT = """
 import sys
 sys.modules["obstore"] = sys.modules["obstore.store"] = None
 from lightning_shardckpt.storage.router import StorageRouter
-StorageRouter().backend("s3://bucket/a")
+StorageRouter().objects("s3://bucket/a")
 """
 
 
 def test_a_url_that_cannot_be_used_is_an_error_that_says_why(s3: Bucket, storage: StorageRouter) -> None:
-    wrong = {f"{s3.url()}-not/a.ckpt": r"NoSuchBucket", s3.url(): "no path of a checkpoint, such as", "no://a/b": "no"}
+    wrong = {f"{s3.url()}-not/a.ckpt": r"NoSuchBucket", "no://a/b": "no path of a checkpoint"}
     for url, said in wrong.items():
         for call in (lambda url=url: save(url, 1.0, storage=storage), lambda url=url: load(url, storage=storage)):
             with pytest.raises((OSError, ValueError), match=said):
