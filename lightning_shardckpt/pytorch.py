@@ -30,6 +30,7 @@ from lightning_shardckpt.compat.lightning_runs import (
     gather_metrics_over,
     keep_order_of_training,
     optimizer_to_device,
+    receive_sigterm,
     set_device,
     set_device_mesh,
     syncs_batch_norms,
@@ -51,7 +52,7 @@ from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, StepChecks, compare_epoch_ends
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.resume import DataShare, StopPosition
+from lightning_shardckpt.strategy.resume import DataShare
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     PipelinedSteps,
@@ -154,9 +155,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert isinstance(self._launcher, JoiningLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
-        share, within_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
-        stop = StopPosition() if self._run is None else self._run.stop_position
-        self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, agree_within_s=within_s)
+        share, before = DataShare.of(self._meshes), self._run
+        self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, before, tuning=self.tuning)
 
     def _connect(self) -> Ranks:
         """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
@@ -233,11 +233,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, self.meshes.data_parallel_group)  # type: ignore[no-untyped-call]  # torch's
-        phase, build, self._build = "deciding whether initial weights are needed", self._build, Build()
-
-        def restores() -> bool:
-            return not self._ranks.step(phase, self._checkpoints.needs_weights, any)
-
+        build, self._build, restores = self._build, Build(), self._checkpoints.restores
         sharded = self._shard_module(
             module,
             build,
@@ -282,11 +278,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Stop after this batch if any rank was told to. Collective: every rank of the world must call it."""
         is_told = self._checkpoints.is_told
         if is_told if self._is_alone else self._agreement.should_stop(is_told, self.meshes, self.tuning):
-            self._checkpoints.stop_training()
+            self._checkpoints.is_told = False
+            receive_sigterm(self._trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._checkpoints.stop_position.reset()
+        self._checkpoints.ended_at = None
         if not self._is_alone:
             current_world().batch = batches_begun(self._trainer)
         self._check_preemption()
@@ -396,12 +393,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return not self._checkpoints.restored
+        return not self._checkpoints.is_loaded
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return self._checkpoints.shows_optimizers
+        return self._checkpoints.is_loaded
 
     def _attached_io(self) -> ShardCkptIO:
         """Return the CheckpointIO after attaching the current ranks and names."""
@@ -439,8 +436,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> None:
         """Write this rank's slices. Collective: every rank must call it, with the same path."""
         if not self._trainer.interrupted:
-            self._compare_ranks(parameters=False)  # the save compares them
-            self._checks.check_draws()
+            self._compare_ranks(parameters=False, draws=self._checks.draws)  # the save compares parameters
         self._checkpoints.save(self._attached_io(), checkpoint, filepath, storage_options)
 
     @override
@@ -469,8 +465,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_train_end(self) -> None:
-        self._compare_ranks(parameters=True)
-        self._checks.check_draws()
+        self._compare_ranks(parameters=True, draws=self._checks.draws)
         if is_accumulating(self._trainer):  # it ended before the last of the accumulated batches
             self.sharded.gradients.finish_passes()
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 
-from lightning_shardckpt.compat.torch_modules import override_methods
+from lightning_shardckpt.compat.torch_modules import replace_attributes
 from lightning_shardckpt.system.random_generators import preserve_rng
 
 EndBatch = Callable[[], None]
@@ -139,7 +139,7 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_advance_end
-    return override_methods(loop, on_advance_end=lambda fetcher: around(fetcher, lambda: original(fetcher)))
+    return replace_attributes(loop, on_advance_end=lambda fetcher: around(fetcher, lambda: original(fetcher)))
 
 
 def watch_epoch_ends(
@@ -153,7 +153,7 @@ def watch_epoch_ends(
     loop, epoch_loop, undo = trainer.fit_loop, trainer.fit_loop.epoch_loop, ExitStack()
     original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
     if trainer.val_check_batch is None and trainer.enable_validation:
-        undo.callback(override_methods(epoch_loop, _should_check_val_fx=lambda fetcher: any_rank(validates(fetcher))))
+        undo.callback(replace_attributes(epoch_loop, _should_check_val_fx=lambda fetcher: any_rank(validates(fetcher))))
 
     def end_batch(_: Any, end: EndBatch) -> None:
         if is_last_batch(trainer) or ends_within_epoch(trainer):
@@ -165,7 +165,7 @@ def watch_epoch_ends(
         original()
 
     undo.callback(wrap_batch_end(trainer, end_batch))
-    undo.callback(override_methods(loop, on_advance_end=on_advance_end))
+    undo.callback(replace_attributes(loop, on_advance_end=on_advance_end))
     return undo.close
 
 
@@ -174,7 +174,7 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 
     For a strategy whose ranks agree on that themselves. Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
-    return override_methods(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
+    return replace_attributes(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
 
 
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,9 +203,9 @@ def continue_validation(trainer: pl.Trainer) -> Callable[[], None]:
     def should_validate(fetcher: Any) -> bool:
         return validation.restarted_mid_evaluation or is_due(fetcher)
 
-    undo.callback(override_methods(loop, _should_check_val_fx=should_validate))
+    undo.callback(replace_attributes(loop, _should_check_val_fx=should_validate))
     silent = preserve_rng(every_device=True)(skip)
-    undo.callback(override_methods(validation, increment_progress_to_evaluation_end=silent))
+    undo.callback(replace_attributes(validation, increment_progress_to_evaluation_end=silent))
     return undo.close
 
 

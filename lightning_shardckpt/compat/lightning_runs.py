@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import keeps_samplers
-from lightning_shardckpt.compat.torch_modules import override_methods
-from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.compat.torch_modules import replace_attributes
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
@@ -121,11 +120,11 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
         made = prepare(connector, dataloader, shuffle, mode)
         return dataloader if made is not dataloader and keeps_samplers(dataloader, trainer.world_size) else made
 
-    return override_methods(connector, _prepare_dataloader=prepare_in_order)
+    return replace_attributes(connector, _prepare_dataloader=prepare_in_order)
 
 
-_keeping: set[int] = set()  # the ids of the living strategies of `keep_samplers_of`
-_original_setup = Fabric._setup_dataloader
+_keeping = weakref.WeakSet[object]()  # the strategies of `keep_samplers_of`
+_setup_dataloader: Any = Fabric._setup_dataloader
 
 
 def keep_samplers_of(strategy: object) -> None:
@@ -134,24 +133,18 @@ def keep_samplers_of(strategy: object) -> None:
     Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``, which makes
     each loader again.
     """
-    _keeping.add(id(strategy))
-    weakref.finalize(strategy, _end_keeping, id(strategy)).atexit = False
-    Fabric._setup_dataloader = _setup_and_keep  # type: ignore[method-assign]  # see _end_keeping
 
+    def setup(self: Fabric, dataloader: Any, use_distributed_sampler: bool = True, move_to_device: bool = True) -> Any:
+        keeps = use_distributed_sampler and self.strategy in _keeping and keeps_samplers(dataloader, self.world_size)
+        return _setup_dataloader(self, dataloader, use_distributed_sampler and not keeps, move_to_device)
 
-def _end_keeping(strategy: int) -> None:
-    _keeping.discard(strategy)
-    if not _keeping:
-        Fabric._setup_dataloader = _original_setup  # type: ignore[method-assign]
+    def end() -> None:
+        if not [*_keeping]:
+            replace_attributes(Fabric, _setup_dataloader=_setup_dataloader)
 
-
-def _setup_and_keep(
-    self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
-) -> DataLoader[Any]:
-    distributes = use_distributed_sampler and not (
-        id(self.strategy) in _keeping and keeps_samplers(dataloader, self.world_size)
-    )
-    return _original_setup(self, dataloader, distributes, move_to_device)
+    _keeping.add(strategy)
+    replace_attributes(Fabric, _setup_dataloader=setup)
+    weakref.finalize(strategy, end).atexit = False
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,23 +164,18 @@ def construct_module(
     return module
 
 
-def intercept_ckpt_path(
-    trainer: pl.Trainer, resolve: Callable[[Any], Any], keep: Callable[[Any], None]
-) -> Callable[[], None]:
-    """Resolve the ``ckpt_path`` of a Trainer's next call before Lightning does; return the undo.
+def intercept_ckpt_path(trainer: pl.Trainer, choose: Callable[[Any, Callable[[Any], Any]], Any]) -> Callable[[], None]:
+    """Let ``choose(ckpt_path, select)`` resolve a Trainer's ``ckpt_path``; ``select`` is Lightning's; return the undo.
 
-    ``keep`` is called with the path that Lightning has chosen, such as that of an assigned ``Trainer.ckpt_path``.
     Relies on ``_CheckpointConnector._select_ckpt_path``.
     """
     connector = trainer._checkpoint_connector
     select = type(connector)._select_ckpt_path
 
-    def select_resolved(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
-        path = select(connector, state_fn, resolve(ckpt_path), **options)
-        keep(path)
-        return path
+    def choose_path(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        return choose(ckpt_path, lambda path: select(connector, state_fn, path, **options))
 
-    return override_methods(connector, _select_ckpt_path=select_resolved)
+    return replace_attributes(connector, _select_ckpt_path=choose_path)
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:
@@ -257,7 +245,7 @@ def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextMan
         with original(action_name) as found, around(action_name.startswith(_HOOKS)):
             yield found
 
-    return override_methods(profiler, profile=profile)
+    return replace_attributes(profiler, profile=profile)
 
 
 # ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,12 +265,7 @@ def intercept_fit(before: Callable[[pl.Trainer, dict[str, Any]], None]) -> Calla
         before(self, call.arguments)
         return original(*call.args, **call.kwargs)
 
-    pl.Trainer.fit = fit  # type: ignore[method-assign]  # undone by what is returned
-
-    def undo() -> None:
-        pl.Trainer.fit = original  # type: ignore[method-assign]
-
-    return undo
+    return replace_attributes(pl.Trainer, fit=fit)
 
 
 # ── torchmetrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,20 +303,6 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
             metric.gather_all_tensors = before  # type: ignore[attr-defined]
 
     return undo
-
-
-def refuse_stored_metrics(module: nn.Module) -> None:
-    """Refuse metrics whose states are saved with their module, since each data-parallel rank has states of its own.
-
-    Raises:
-        UnsupportedCodeError: naming the metric.
-    """
-    for name, one in module.named_modules():
-        if isinstance(one, Metric) and one.state_dict():
-            raise UnsupportedCodeError(
-                f"the state of {name or type(one).__name__} is saved with the model (persistent(True)), but each "
-                "data-parallel rank has the state of its own batches: use metric.persistent(False), and save its result"
-            )
 
 
 # ── Fabric's guard of the backward ───────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer, optimizer
 
+from lightning_shardckpt.compat.torch_modules import replace_attributes
+
 
 def in_backward() -> bool:
     """Return whether a backward pass is running in this thread. Relies on ``torch._C._current_graph_task_id``."""
@@ -57,8 +59,7 @@ def on_node_hook(check: Callable[[Any], None]) -> Callable[[], None]:
         check(hook)
         return register(hooks, hook)
 
-    function._register_hook = staticmethod(check_and_register)
-    return lambda: delattr(function, "_register_hook")  # uncovers the method of the base class
+    return replace_attributes(function, _register_hook=staticmethod(check_and_register))
 
 
 def node_hooks(leaf: Tensor) -> list[Any]:
@@ -101,8 +102,7 @@ def check_unused_inputs(check: Check) -> Callable[[], None]:
             check(args[4], gradients)
         return gradients
 
-    module._engine_run_backward = run
-    return partial(setattr, module, "_engine_run_backward", run_backward)
+    return replace_attributes(module, _engine_run_backward=run)
 
 
 _NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
@@ -122,8 +122,7 @@ def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]])
             args = change(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    function.apply = classmethod(apply)
-    return partial(setattr, function, "apply", original)
+    return replace_attributes(function, apply=classmethod(apply))
 
 
 def norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
@@ -142,8 +141,7 @@ Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]
 
 def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> Callable[[], None]:
     """Make ``scaler.unscale_`` and ``scaler.step`` call ``function``, and return the undo; torch has no public way."""
-    scaler._unscale_grads_ = function  # type: ignore[method-assign,assignment]  # called by position
-    return partial(vars(scaler).pop, "_unscale_grads_", None)
+    return replace_attributes(scaler, _unscale_grads_=function)  # called by position
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_shardckpt.compat.torch_modules import replace_attributes
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,12 +82,11 @@ def distribute_locally() -> Iterator[None]:
         if not output.is_meta:
             output.copy_(parts[mesh.get_local_rank(mesh_dim)])
 
-    before = module.mesh_scatter, module.mesh_broadcast
-    module.mesh_scatter, module.mesh_broadcast = scatter, lambda *args, **options: None
+    undo = replace_attributes(module, mesh_scatter=scatter, mesh_broadcast=lambda *args, **options: None)
     try:
         yield
     finally:
-        module.mesh_scatter, module.mesh_broadcast = before
+        undo()
 
 
 @lru_cache(maxsize=128)  # called several times in a step

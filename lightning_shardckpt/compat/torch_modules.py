@@ -321,16 +321,21 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
     return original  # type: ignore[no-any-return]  # a module
 
 
-# ── attributes of Lightning's objects, for code that does not import it ───────────────────────────────────────────────
+# ── attributes of others ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def override_methods(owner: object, **methods: Any) -> Callable[[], None]:
-    """Override methods of one object by attributes; return the undo, which may be called again."""
-    vars(owner).update(methods)
+def replace_attributes(owner: object, **attributes: Any) -> Callable[[], None]:
+    """Set attributes of an object, module or class; return the undo, which may be called again."""
+    before = {name: value for name, value in vars(owner).items() if name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
 
     def undo() -> None:
-        for name in methods:
-            vars(owner).pop(name, None)
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            elif name in vars(owner):
+                delattr(owner, name)  # uncovers that of the class
 
     return undo
 

@@ -1,18 +1,14 @@
-"""Agreement of the ranks before a batch to stop, and comparison of their replicated values and of their epochs' ends.
+"""Agreement of the ranks before a batch to stop, and comparison of their batches and of their epochs' ends.
 
 One reduction of numbers from host memory decides whether to stop. With steps of a few milliseconds, a reduction before
 each step would take too long, so there is one before the first batches, then one per several batches within a bound on
 time. The number of batches follows from the last reduction, so it is the same on all ranks.
-
-Parameters and buffers that are not sharded must be equal on all data-parallel ranks. A value computed from a rank's own
-batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have the
-values of one rank. Statistics of norms are excluded: they are broadcast, see ``parallel.sharding.shared_values``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,37 +16,23 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_shardckpt.checkpoint.save_job import Digests, combine_digests, digest_replicas, find_differences
 from lightning_shardckpt.compat.lightning_loops import (
     batches_begun,
     batches_of_evaluation,
     is_stream_at_end,
     watch_epoch_ends,
 )
-from lightning_shardckpt.compat.torch_modules import (
-    NormWithStatistics,
-    buffer_slots,
-    non_persistent_buffers,
-    parameter_slots,
-)
 from lightning_shardckpt.distributed.host_numbers import any_rank, gather_numbers
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.consistency import (
-    check_batch,
-    check_draws,
-    check_ends,
-    check_lengths,
-    check_loss,
-)
+from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_ends, check_lengths, check_loss
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
 from lightning_shardckpt.system.host import Tuning
 from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, rng_checksum
-from lightning_shardckpt.system.text import list_some
 
 
 class BatchAgreement:
@@ -87,110 +69,49 @@ class BatchAgreement:
         return bool(stop)
 
 
-def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *, parameters: bool) -> None:
-    """Compare the numbers that ranks wrote into sharded tensors, and the replicated values of modules.
-
-    Collective: every rank of the world must call it. The error names a rank that doesn't. A save compares
-    ``parameters`` anyway.
-
-    Raises:
-        UnsupportedCodeError: naming the values that differ, on every rank.
-        Exception: as in `Ranks.step`.
-    """
-    digests: Digests = {}
-    if meshes.topology.data_parallel > 1:
-        tensor_rank = meshes.root.get_local_rank("tensor") if meshes.topology.tensor > 1 else 0
-        digests = digest_replicas(
-            (f"{number} {meshes.pipeline_rank} {tensor_rank}", name, tensor)
-            for number, module in enumerate(modules)
-            for name, tensor in _replicated(module, parameters=parameters)
-        )
-    numbers, combined = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline), combine_digests(digests)
-
-    def join(reports: list[tuple[list[int], Digests]]) -> tuple[list[int], bool]:
-        maxima = [max(column) for column in zip(*(numbers for numbers, _ in reports), strict=True)]
-        return maxima, bool(find_differences(replicas for _, replicas in reports))
-
-    written, differ = ranks.step("comparing the ranks", lambda: (numbers, combined), join)
-    refuse_different_numbers(written)
-    if not differ:
-        return
-    reports: list[Digests] = ranks.step("comparing replicated values", lambda: digests, lambda reports: reports)
-    names = list_some([*find_differences(reports)], 5)
-    raise UnsupportedCodeError(
-        f"{names} differs between the data-parallel ranks, which each compute it from their own batches: the model "
-        "differs from one process, and a checkpoint would have the values of one rank. Reduce values that are computed "
-        "from a batch (self.all_gather(x).mean(0), self.trainer.strategy.reduce(x)) before they are used; if a buffer "
-        "may differ between ranks, use register_buffer(…, persistent=False)."
-    )
-
-
-def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module that all data-parallel ranks must hold equally, by FQN."""
-    for prefix, module in root.named_modules():
-        slots: dict[str, Tensor | None] = {**parameter_slots(module)} if parameters else {}
-        if not isinstance(module, NormWithStatistics):
-            passing = non_persistent_buffers(module)
-            slots |= {name: buffer for name, buffer in buffer_slots(module).items() if name not in passing}
-        for name, value in slots.items():
-            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
-                continue
-            if value.layout == torch.strided and value.numel():
-                yield f"{prefix}.{name}" if prefix else name, value
-
-
 class StepChecks:
     """Compares what ranks must have in common in the steps of a Trainer.
 
-    The ranks of a tensor group: the batches, the losses and the random numbers that steps draw, in the first step of
-    each epoch, and the first batch of each loader of an evaluation. Ranks that must step together: the number of
-    batches of an evaluation. All methods are collective: every rank of the world must call them.
+    The ranks of a tensor group: the batches and losses in the first step of each epoch, and the first batch of each
+    loader of an evaluation. Ranks that must step together: the number of batches of an evaluation. All methods are
+    collective: every rank of the world must call them.
 
     Args:
         trainer: of the run.
         meshes: of the strategy that runs the steps.
         of_steps: False in a pipeline, whose steps are compared by the pipeline itself.
+
+    Attributes:
+        draws: a checksum of the random states with which steps began to draw, equal in a tensor group.
     """
 
     def __init__(self, trainer: pl.Trainer, meshes: Meshes, *, of_steps: bool) -> None:
+        self.draws = 0
         self._trainer, self._meshes = trainer, meshes
         self._group = meshes.tensor_group if meshes.topology.tensor > 1 else None
         self._of_steps = self._group if of_steps else None
         self._checks_loss = True  # of the first backward of an epoch
         self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
-        self._draws = 0  # a checksum of the random states with which steps began to draw
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Compare the first batch of an epoch. Call it before each training batch."""
-        if batch_idx == 0:
-            self._checks_loss = True
-            if self._group is not None:
-                check_batch(batch, self._group)
-                self.check_draws()
+        self._checks_loss |= batch_idx == 0
+        if batch_idx == 0 and self._group is not None:
+            check_batch(batch, self._group)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Record which random numbers are drawn inside, in a training step."""
-        if self._of_steps is None:
-            yield
-            return
-        before = get_rng_state(every_device=False)
+        before = None if self._of_steps is None else get_rng_state(every_device=False)
         yield
-        if drawn := differing_generators(before, get_rng_state(every_device=False)):
-            self._draws = rng_checksum(drawn, self._draws)
-
-    def check_draws(self) -> None:
-        """Compare which random numbers were drawn."""
-        if self._of_steps is not None:
-            check_draws(self._draws, self._of_steps)
+        if before and (drawn := differing_generators(before, get_rng_state(every_device=False))):
+            self.draws = rng_checksum(drawn, self.draws)
 
     def check_loss(self, loss: Tensor) -> None:
         """Compare the first loss of an epoch; raises an UnsupportedCodeError if they differ."""
         if self._checks_loss and self._of_steps is not None:
             check_loss(loss, self._of_steps)
         self._checks_loss = False
-
-    # --- evaluations ---
 
     def begin_evaluation(self, *, alone: bool) -> None:
         """Compare the numbers of batches, unless collectives involve this rank ``alone``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from glob import escape, glob
 from typing import Any
 
@@ -64,19 +64,14 @@ class JoiningLauncher(ScriptLauncher):
     def _join_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         self.weights_only, ranks = call.arguments.get("weights_only"), self._join()
 
-        def resolve(path: Any) -> Any:
-            find = partial(find_last, trainer, path)
-            return ranks.step("resolving ckpt_path", lambda: None, lambda _: find()) or path
+        def choose(path: Any, select: Callable[[Any], Any]) -> Any:
+            last = ranks.step("resolving ckpt_path", lambda: None, lambda _: find_last(trainer, path))
+            self.ckpt_path = select(last or path)
+            return self.ckpt_path
 
-        def keep(path: Any) -> None:
-            self.ckpt_path = path
-
-        undo = intercept_ckpt_path(trainer, resolve, keep)
-        try:
-            with watch_run(ranks.tuning):
-                return function(*call.args, **call.kwargs)
-        finally:
-            undo()
+        with watch_run(ranks.tuning), ExitStack() as undo:
+            undo.callback(intercept_ckpt_path(trainer, choose))
+            return function(*call.args, **call.kwargs)
 
 
 def may_lack_weights(trainer: pl.Trainer, path: str) -> bool:
@@ -100,7 +95,9 @@ def find_last(trainer: pl.Trainer, ckpt_path: Any = "last") -> str | None:
     storage, found, fits = _storage_of(trainer), set[str](), trainer.state.fn == TrainerFn.FITTING
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set late
     savers = [callback for callback in callbacks if isinstance(callback, OnExceptionCheckpoint)]
-    implied = ckpt_path is None and fits and bool(savers) and trainer.ckpt_path is None and not _is_requeued(trainer)
+    implied = ckpt_path is None and fits and bool(savers) and trainer.ckpt_path is None
+    if implied and SLURMEnvironment.detect():  # Lightning finds the checkpoint of a requeued job
+        implied = not glob(os.path.join(escape(str(trainer.default_root_dir)), "hpc_ckpt_*"))
     if ckpt_path != "last" and not implied:
         return None
     for saver in savers:
@@ -130,11 +127,6 @@ def find_last(trainer: pl.Trainer, ckpt_path: Any = "last") -> str | None:
     step, path = max(complete)
     rank_zero_info(f'ckpt_path="last" is {path!r} at step {step}')
     return path
-
-
-def _is_requeued(trainer: pl.Trainer) -> bool:
-    """Return True if Lightning finds a checkpoint that a requeued SLURM job has saved."""
-    return SLURMEnvironment.detect() and bool(glob(os.path.join(escape(str(trainer.default_root_dir)), "hpc_ckpt_*")))
 
 
 def _save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:

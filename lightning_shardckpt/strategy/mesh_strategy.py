@@ -2,13 +2,17 @@
 
 The strategies of ``pytorch`` and ``fabric`` derive from it and from Lightning's ``ParallelStrategy`` of the Trainer or
 of Fabric. It must not know either.
+
+Parameters and buffers that are not sharded must be equal on all data-parallel ranks. A value computed from a rank's own
+batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have the
+values of one rank. Statistics of norms are excluded: they are broadcast, see ``parallel.sharding.shared_values``.
 """
 
 from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,51 +29,57 @@ from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_shardckpt.checkpoint.save_job import Digests, combine_digests, digest_replicas, find_differences
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
-from lightning_shardckpt.compat.lightning_runs import init_process_group, refuse_stored_metrics
+from lightning_shardckpt.compat.lightning_runs import init_process_group
+from lightning_shardckpt.compat.torch_modules import (
+    NormWithStatistics,
+    buffer_slots,
+    non_persistent_buffers,
+    parameter_slots,
+)
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP, reshard
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics, share_rng
+from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.pretrained import Pretrained, find_pretrained, load_pretrained
 from lightning_shardckpt.strategy.steps import PipelinedSteps, autocast_dtype
 from lightning_shardckpt.system.host import TUNING, Tuning
+from lightning_shardckpt.system.text import list_some
 
+_DRAWS = "random numbers"
 TBroadcast = TypeVar("TBroadcast")
 
 
 class OneProcess(LightningEnvironment):
-    """The environment of a process that is the only rank."""
+    """The environment of a process that is the only rank. It leaves the variables of the environment as they are."""
 
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
+    creates_processes_externally = True
 
     @override
     def local_rank(self) -> int:
         return 0
 
-    @override
-    def node_rank(self) -> int:
-        return 0
+    node_rank = local_rank
 
     @override
     def teardown(self) -> None:
-        """Leave the variables of the environment, which are not those of this run."""
+        pass
 
 
 class MeshStrategy:
@@ -82,7 +92,7 @@ class MeshStrategy:
     local_rank: int
     global_rank: int
     world_size: int
-    _checkpoint_io: CheckpointIO | None
+    _checkpoint_io: ShardCkptIO | None
     axis_sizes: dict[str, Any]
     """The requested sizes; ``topology`` has the resolved ones."""
     tuning: Tuning = TUNING
@@ -191,11 +201,16 @@ class MeshStrategy:
     def checkpoint_io(self) -> ShardCkptIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = ShardCkptIO()
-        return _check_io(self._checkpoint_io)
+        return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = _check_io(io)
+        if not isinstance(io, ShardCkptIO):
+            raise TypeError(
+                f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}: every rank writes its own slices. "
+                "Pass plugins=[ShardCkptIO()], not inside of another CheckpointIO; use_async=True makes it asynchronous"
+            )
+        self._checkpoint_io = io
 
     @property
     def _sizes_by_axis(self) -> dict[str, int]:
@@ -333,13 +348,20 @@ class MeshStrategy:
                 broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
 
     def _refuse_stored_metrics(self, module: nn.Module) -> None:
-        if self.topology.data_parallel > 1:
-            refuse_stored_metrics(module)
+        """Refuse metrics whose states are saved with their module: each data-parallel rank has states of its own."""
+        for name, one in module.named_modules() if self.topology.data_parallel > 1 else ():
+            if isinstance(one, Metric) and one.state_dict():
+                raise UnsupportedCodeError(
+                    f"the state of {name or type(one).__name__} is saved with the model (persistent(True)), but each "
+                    "data-parallel rank has the state of its own batches: use metric.persistent(False), and save its "
+                    "result"
+                )
 
-    def _compare_ranks(self, *, parameters: bool) -> None:
+    def _compare_ranks(self, *, parameters: bool, draws: int = 0) -> None:
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
         if not self._is_alone:
-            compare_ranks([one.root for one in self._sharded], self._ranks, self.meshes, parameters=parameters)
+            roots = [one.root for one in self._sharded]
+            compare_ranks(roots, self._ranks, self.meshes, parameters=parameters, draws=draws)
 
     # --- collectives ---
 
@@ -392,15 +414,61 @@ class MeshStrategy:
 MeshStrategy.__init__.__qualname__ = "ShardedStrategy.__init__"
 
 
-def _check_io(io: object) -> ShardCkptIO:
-    """Return ``io`` if it is a ShardCkptIO: other CheckpointIOs expect whole tensors on one rank.
+def compare_ranks(
+    modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *, parameters: bool, draws: int = 0
+) -> None:
+    """Compare numbers written into sharded tensors, replicated values of modules, and ``draws`` of tensor groups.
+
+    Collective: every rank of the world must call it. The error names a rank that doesn't. A save compares
+    ``parameters`` anyway.
 
     Raises:
-        TypeError: for another CheckpointIO.
+        UnsupportedCodeError: naming the values that differ, on every rank.
+        Exception: as in `Ranks.step`.
     """
-    if not isinstance(io, ShardCkptIO):
-        raise TypeError(
-            f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}: every rank writes its own slices. Pass "
-            "plugins=[ShardCkptIO()], not inside of another CheckpointIO; use_async=True makes it asynchronous"
+    digests, stage = Digests(), meshes.pipeline_rank
+    tensor_rank = meshes.root.get_local_rank("tensor") if meshes.topology.tensor > 1 else 0
+    if meshes.topology.data_parallel > 1:
+        digests = digest_replicas(
+            (f"{number} {stage} {tensor_rank}", name, tensor)
+            for number, module in enumerate(modules)
+            for name, tensor in _replicated(module, parameters=parameters)
         )
-    return io
+    if meshes.topology.tensor > 1:
+        digests[f"draws {stage} {meshes.data_parallel_rank}"] = {_DRAWS: str(draws)}
+    numbers, combined = report_numbers(stage, meshes.topology.pipeline), combine_digests(digests)
+
+    def join(reports: list[tuple[list[int], Digests]]) -> tuple[list[int], bool]:
+        maxima = [max(column) for column in zip(*(numbers for numbers, _ in reports), strict=True)]
+        return maxima, bool(find_differences(replicas for _, replicas in reports))
+
+    written, differ = ranks.step("comparing the ranks", lambda: (numbers, combined), join)
+    refuse_different_numbers(written)
+    if not differ:
+        return
+    reports: list[Digests] = ranks.step("comparing replicated values", lambda: digests, lambda reports: reports)
+    names = find_differences(reports)
+    if _DRAWS in names:
+        raise UnsupportedCodeError(
+            "the ranks of a tensor-parallel group drew different random numbers in training_step (dropout, noise), so "
+            "they no longer train one model. Code that runs on some ranks only (if self.global_rank == 0) drew from "
+            "the global generators before: let all ranks draw, or draw there from a torch.Generator of its own."
+        )
+    raise UnsupportedCodeError(
+        f"{list_some([*names], 5)} differs between the data-parallel ranks, which each compute it from their own "
+        "batches: the model differs from one process, and a checkpoint would have the values of one rank. Reduce "
+        "values that are computed from a batch (self.all_gather(x).mean(0), self.trainer.strategy.reduce(x)) before "
+        "they are used; if a buffer may differ between ranks, use register_buffer(…, persistent=False)."
+    )
+
+
+def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module that all data-parallel ranks must hold equally, by FQN."""
+    for prefix, module in root.named_modules():
+        slots: dict[str, Any] = {**parameter_slots(module)} if parameters else {}
+        if not isinstance(module, NormWithStatistics):
+            passing = non_persistent_buffers(module)
+            slots |= {name: buffer for name, buffer in buffer_slots(module).items() if name not in passing}
+        for name, value in slots.items():
+            if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.numel():
+                yield f"{prefix}.{name}" if prefix else name, value

@@ -6,7 +6,6 @@ Does not import them, since this package's tools run without Lightning. Checked 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -22,13 +21,10 @@ _REGISTRIES = {
 
 
 def register_strategies() -> None:
-    """Register the name with each registry: now if it is imported, else when it is.
-
-    A strategy is imported when it is created.
-    """
-    missing = {module for module in _REGISTRIES if not _register(module)}
-    if missing and not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport(missing))
+    """Register the name with each registry: now if it is imported, else when it is."""
+    for module in _REGISTRIES:
+        if not _register(module):
+            sys.meta_path.insert(0, _RegisterOnImport(module))
 
 
 def _register(module: str) -> bool:
@@ -41,22 +37,20 @@ def _register(module: str) -> bool:
 
 
 def _make(home: str, **arguments: Any) -> Any:
-    return import_module(home).ShardedStrategy(**arguments)
+    return import_module(home).ShardedStrategy(**arguments)  # only now
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Finds nothing itself: it lets a registry's module register the name at the end of its import, once."""
+    """Finds nothing itself: it lets the module of a registry register the name at the end of its import, once."""
 
-    def __init__(self, modules: set[str]) -> None:
-        self._modules = modules
+    def __init__(self, module: str) -> None:
+        self._module = module
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the other finders for a module of a registry; None for other modules."""
-        if name not in self._modules:
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the other finders for the module; None for other modules."""
+        if name != self._module:
             return None
-        self._modules.discard(name)
-        if not self._modules:
-            sys.meta_path.remove(self)
+        sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

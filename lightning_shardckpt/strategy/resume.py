@@ -2,7 +2,7 @@
 
 Lightning 2.6 ends the epoch with the run: a save after ``max_steps``, ``max_time`` or ``should_stop``, in
 ``on_train_epoch_end`` or after ``fit``, gets the loop counters of a finished epoch, and a random state that the last
-validation may have changed. So ``StopPosition`` records the position if a run ends after a batch that is not the last
+validation may have changed. So ``watch_end`` records the position if a run ends after a batch that is not the last
 of its epoch, and that is saved instead. Effects of user code at the end of the run, such as in ``on_train_epoch_end``,
 are not undone.
 
@@ -124,51 +124,33 @@ def batches_done(fit_loop: Mapping[str, Any]) -> int | None:
     return int(current["completed"] + in_batch_end)
 
 
-class StopPosition:
-    """The position after the last batch of a run, kept until training starts again."""
+def watch_end(trainer: pl.Trainer, keep: Callable[[Position], None]) -> Callable[[], None]:
+    """Call ``keep`` with the position of a run that ends after a batch, at that batch; return the undo."""
 
-    def __init__(self) -> None:
-        self._recorded: Position | None = None
-
-    def position(self, trainer: pl.Trainer) -> Position:
-        """Return the position from which a run must resume."""
-        return self._recorded or record_position(trainer)
-
-    def reset(self) -> None:
-        """Forget the recorded position. Call it when training starts or continues."""
-        self._recorded = None
-
-    def keep(self, trainer: pl.Trainer) -> None:
-        """Keep the position. Call it at the end of a fit, before Lightning shuts the loaders down."""
-        self._recorded = self.position(trainer)
-
-    def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Record the position at the end of the run; return the undo. Call it when training starts."""
-        self.reset()
-
-        def end_batch(fetcher: Any, original: EndBatch) -> None:
-            if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
-                state = trainer.fit_loop.state_dict()
-                for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
-                    progress["completed"] -= 1  # as in on_train_batch_end: Lightning resumes with the next batch
-                self._recorded = record_position(trainer, state)
-            try:
-                original()
-            except SIGTERMException:
-                if not trainer.validating:  # else the run ends inside the validation
-                    self._record_after(trainer)
-                raise
-            self._record_after(trainer)
-
-        return wrap_batch_end(trainer, end_batch)
-
-    def _record_after(self, trainer: pl.Trainer) -> None:
-        """Record the position after a batch and its validation, if the run ends there."""
-        if self._recorded is None and ends_within_epoch(trainer):
+    def end_batch(fetcher: Any, original: EndBatch) -> None:
+        is_kept = ends_within_epoch(trainer) and not would_validate(trainer, fetcher)
+        if is_kept:
             state = trainer.fit_loop.state_dict()
-            if not is_accumulating(trainer):  # a resumed run counts the step when it skips the validation
-                take_back_step(state)
-            self._recorded = record_position(trainer, state)
+            for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
+                progress["completed"] -= 1  # as in on_train_batch_end: Lightning resumes with the next batch
+            keep(record_position(trainer, state))
+
+        def keep_after() -> None:
+            if not is_kept and ends_within_epoch(trainer):
+                state = trainer.fit_loop.state_dict()
+                if not is_accumulating(trainer):  # a resumed run counts the step when it skips the validation
+                    take_back_step(state)
+                keep(record_position(trainer, state))
+
+        try:
+            original()
+        except SIGTERMException:
+            if not trainer.validating:  # else the run ends inside the validation
+                keep_after()
+            raise
+        keep_after()
+
+    return wrap_batch_end(trainer, end_batch)
 
 
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, skip_sigterm_broadcast
-from lightning_shardckpt.compat.lightning_runs import receive_sigterm, restore_modules_and_callbacks
+from lightning_shardckpt.compat.lightning_runs import restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.sources.key_mapping import map_names
@@ -52,12 +52,13 @@ from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher, may_lack_wei
 from lightning_shardckpt.strategy.resume import (
     DataShare,
     Position,
-    StopPosition,
     batches_done,
+    record_position,
     resume_training,
     start_loaders,
+    watch_end,
 )
-from lightning_shardckpt.system.host import drain_all, gc_paused
+from lightning_shardckpt.system.host import Tuning, drain_all, gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
 
@@ -98,13 +99,13 @@ class RunCheckpoints:
         launcher: has the path to resume from.
         ranks: the ranks that save and load together.
         share: this rank's part of the data.
-        stop_position: the position at the end of the last fit.
-        agree_within_s: the timeout of an agreement after an exception that other ranks may not have.
+        before: those of the Trainer's last run.
+        tuning: has the timeout of an agreement after an exception that other ranks may not have.
 
     Attributes:
-        restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
         has_left: True if the hooks after an exception are done.
         is_told: True if this rank has got SIGTERM.
+        ended_at: the position after the last batch of a fit, until training starts or continues.
     """
 
     def __init__(
@@ -113,22 +114,19 @@ class RunCheckpoints:
         launcher: JoiningLauncher,
         ranks: Ranks,
         share: DataShare,
-        stop_position: StopPosition,
+        before: RunCheckpoints | None,
         *,
-        agree_within_s: float,
+        tuning: Tuning,
     ) -> None:
-        self.restored, self.has_left, self.stop_position = False, False, stop_position
-        self.is_told, self._previous_handler = False, signal.getsignal(signal.SIGTERM)
-        self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
-        self._share, self._agree_within_s = share, agree_within_s
+        self.has_left, self.is_told, self._previous_handler = False, False, signal.getsignal(signal.SIGTERM)
+        self._trainer, self._launcher, self._ranks, self._share, self._tuning = trainer, launcher, ranks, share, tuning
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
+        self.ended_at: Position | None = None if self._is_fit or before is None else before.ended_at
         self._all_have_it: bool | None = None  # of an exception; None if that is not known
         self._loaded: _Loaded | None = None  # until Lightning has finished it
         self._resume: Callable[[], tuple[Callable[[], None], bool]] | None = None
         self._loaders_wait = False  # for the position to resume from
         self._validation_rng: Mapping[str, Any] | None = None
-        if self._is_fit:
-            stop_position.reset()
 
     # --- the load ---
 
@@ -138,10 +136,10 @@ class RunCheckpoints:
         path = self._launcher.ckpt_path
         return None if path is None else file_path(path)
 
-    def needs_weights(self) -> bool:
-        """Return True if the module may need initial weights, as seen by this rank."""
-        path = self.path_to_resume
-        return path is None or may_lack_weights(self._trainer, path)
+    def restores(self) -> bool:
+        """Return True if a checkpoint will fill the whole module. Collective: every rank must call it."""
+        path, phase = self.path_to_resume, "deciding whether initial weights are needed"
+        return not self._ranks.step(phase, lambda: path is None or may_lack_weights(self._trainer, path), any)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
@@ -158,7 +156,6 @@ class RunCheckpoints:
                     "number of the epoch, in on_train_start and on_train_epoch_start"
                 )
         restore_modules_and_callbacks(self._trainer, self.path_to_resume)
-        self.restored = True
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         """Fill model and optimizers in place, and return the rest as Lightning's dict.
@@ -239,8 +236,8 @@ class RunCheckpoints:
             self._loaded = None
 
     @property
-    def shows_optimizers(self) -> bool:
-        """True if the optimizers of a fit were loaded before its hooks."""
+    def is_loaded(self) -> bool:
+        """True if the model and the optimizers of a fit were loaded, before its hooks."""
         return self._loaded is not None
 
     def finish_optimizers(self, states: object) -> None:
@@ -275,7 +272,7 @@ class RunCheckpoints:
         The handler replaces Lightning's; Lightning restores the previous one.
         """
         trainer, previous = self._trainer, self._previous_handler
-        self.is_told = False
+        self.is_told, self.ended_at = False, None
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.is_told = True
@@ -286,7 +283,7 @@ class RunCheckpoints:
             signal.signal(signal.SIGTERM, handler)
         with ExitStack() as undo:
             undo.callback(skip_sigterm_broadcast(trainer))
-            undo.callback(self.stop_position.watch(trainer))
+            undo.callback(watch_end(trainer, self._end_at))
             if self._resume is not None:
                 undo_resume, validates = self._resume()
                 undo.callback(undo_resume)
@@ -297,16 +294,13 @@ class RunCheckpoints:
             self._loaders_wait = False
             return undo.pop_all().close
 
-    def stop_training(self) -> None:
-        """Make Lightning stop after this batch, as if this rank had got the signal; every rank must call it."""
-        self.is_told = False
-        receive_sigterm(self._trainer)
+    def _end_at(self, position: Position) -> None:
+        self.ended_at = position
 
     def end(self) -> None:
         """Keep the position at the end of a fit. Call it before Lightning shuts the loaders down."""
-        if not self._is_fit:
-            return
-        self.stop_position.keep(self._trainer)
+        if self._is_fit:
+            self.ended_at = self.ended_at or record_position(self._trainer)
         if self._loaders_wait:  # training has not started
             start_loaders(self._trainer)
 
@@ -331,7 +325,8 @@ class RunCheckpoints:
 
         def save() -> None:
             check_loaded([self._trainer.lightning_module])
-            described = describe_trainer(checkpoint, self.stop_position.position(self._trainer), self._share)
+            position = self.ended_at or record_position(self._trainer)
+            described = describe_trainer(checkpoint, position, self._share)
             io.save_checkpoint(described, path, storage_options)
 
         if not self._trainer.interrupted or self.has_left:
@@ -347,8 +342,8 @@ class RunCheckpoints:
         """
         try:
             if not self._trainer.received_sigterm and self._all_have_it is None:
-                phase, within_s = "agreeing on a last checkpoint", self._agree_within_s
-                self._ranks.step(phase, lambda: None, lambda _: None, timeout_s=within_s)
+                phase, timeout_s = "agreeing on a last checkpoint", self._tuning.exception_agreement_s
+                self._ranks.step(phase, lambda: None, lambda _: None, timeout_s=timeout_s)
             try:
                 wait()
             except Exception as error:  # on all ranks; the last checkpoint must be saved anyway

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shardckpt.compat.torch_modules import override_methods
+from lightning_shardckpt.compat.torch_modules import replace_attributes
 from lightning_shardckpt.compat.torch_tensors import tree_map
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -458,4 +458,4 @@ def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -
         with user_code(False):
             clip_by_value(precision.main_params(optimizer), clip_val)
 
-    return override_methods(precision, clip_grad_by_norm=by_norm, clip_grad_by_value=by_value)
+    return replace_attributes(precision, clip_grad_by_norm=by_norm, clip_grad_by_value=by_value)

@@ -75,19 +75,6 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_draws(draws: int, group: dist.ProcessGroup) -> None:
-    """Compare over ``group`` a checksum of the random states with which steps drew: noise, masks of dropout.
-
-    Collective: every rank of the world must call it.
-    """
-    if any_rank(bool((gather_numbers(torch.tensor([draws]), group) != draws).any())):
-        raise UnsupportedCodeError(
-            "the ranks of a tensor-parallel group drew different random numbers in training_step (dropout, noise), so "
-            "they no longer train one model. Code that runs on some ranks only (if self.global_rank == 0) drew from "
-            "the global generators before: let all ranks draw, or draw there from a torch.Generator of its own."
-        )
-
-
 _SAME_STEPS = (
     "all ranks that share parameters must run as many steps, and all ranks in a validation during fit. Give every rank "
     "as many batches, or limit them (limit_val_batches, limit_test_batches, limit_predict_batches)"

@@ -14,7 +14,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
 from lightning_shardckpt.parallel.sharding.mesh import build_meshes, resolve_topology
-from lightning_shardckpt.strategy.batch_agreement import compare_ranks
+from lightning_shardckpt.strategy.mesh_strategy import compare_ranks
 from tests.support.pool import run_ranks
 
 

@@ -24,11 +24,10 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import CatMetric, SumMetric
+from torchmetrics import SumMetric
 
 from lightning_shardckpt.compat import lightning_runs as compat
-from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric, override_methods
-from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_fabric, replace_attributes
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.boring import Asks, trainer
 from tests.support.pool import run_ranks
@@ -76,15 +75,16 @@ def test_the_path_of_a_run_is_resolved_before_lightning_chooses_and_its_choice_i
 ) -> None:
     asked, kept = list[Any](), list[Any]()
 
-    def resolve(path: Any) -> Any:
+    def choose(path: Any, select: Any) -> Any:
         asked.append(path)
-        return saved if path == "last" else path
+        kept.append(select(saved if path == "last" else path))
+        return kept[-1]
 
     for path, assigned in (("last", None), (None, saved), (None, None)):
         run = trainer(tmp_path, max_steps=2)
         if assigned is not None:
             run.ckpt_path = assigned
-        undo = compat.intercept_ckpt_path(run, resolve, kept.append)
+        undo = compat.intercept_ckpt_path(run, choose)
         run.test(BoringModel(), ckpt_path=path, verbose=False)
         undo()
     run.test(BoringModel(), verbose=False)
@@ -136,14 +136,6 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
     run.fit_loop.epoch_loop.max_steps = 2
     run.fit(Sees())
     assert callback.found[1] == step[1] == []
-
-
-def test_what_ranks_cannot_make_one_is_refused() -> None:
-    module = nn.ModuleList([SumMetric(), CatMetric()])
-    compat.refuse_stored_metrics(module)
-    module[1].persistent(True)  # type: ignore[operator]
-    with pytest.raises(UnsupportedCodeError, match=r"the state of 1 is saved with the model"):
-        compat.refuse_stored_metrics(module)
 
 
 def test_each_fit_and_its_arguments_are_seen_before_it_begins(tmp_path: Path) -> None:
@@ -281,7 +273,7 @@ def test_a_trainer_clips_as_it_is_told_until_the_undo(tmp_path: Path) -> None:
         clipped: list[Any] = []
         run = trainer(tmp_path, max_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm=name)
         clip = {f"clip_grad_by_{name}": lambda *args, c=clipped: c.append(args[1])}
-        undo = override_methods(run.precision_plugin, **clip)
+        undo = replace_attributes(run.precision_plugin, **clip)
         run.fit(BoringModel())
         undo()
         undo()
