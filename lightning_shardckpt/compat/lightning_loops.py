@@ -22,28 +22,19 @@ EndBatch = Callable[[], None]
 
 
 def train_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of training; none before Lightning has set them up.
-
-    Relies on ``_FitLoop._combined_loader``.
-    """
+    """Return the loaders of training, by ``_FitLoop._combined_loader``; none before Lightning has set them up."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader.flattened)
 
 
 def cycles_loaders(trainer: pl.Trainer) -> bool:
-    """Return whether a shorter loader begins again at its end (``CombinedLoader(mode="max_size_cycle")``).
-
-    Relies on ``CombinedLoader._mode``.
-    """
+    """Return whether a shorter loader begins again at its end, by the ``_mode`` "max_size_cycle" of CombinedLoader."""
     loader = trainer.fit_loop._combined_loader
     return loader is not None and "cycle" in loader._mode
 
 
 def begin_loaders(trainer: pl.Trainer) -> None:
-    """Begin iterating over the loaders of training anew.
-
-    Relies on ``_FitLoop._data_fetcher``, whose ``iter`` begins the loaders.
-    """
+    """Begin iterating over the loaders of training anew, by the ``iter`` of ``_FitLoop._data_fetcher``."""
     if trainer.fit_loop._data_fetcher is not None:
         iter(trainer.fit_loop._data_fetcher)
 
@@ -68,11 +59,9 @@ def batches_of_evaluation(trainer: pl.Trainer) -> list[float]:
 def is_stream_at_end(trainer: pl.Trainer) -> bool | None:
     """Return whether the current batch of an evaluation is its last one, or there is none; None if lengths are known.
 
-    Relies on ``_EvaluationLoop._combined_loader``, and on ``_data_fetcher``, which draws one batch ahead where a loader
-    has no length.
+    Relies on ``_combined_loader``, and on ``_data_fetcher``, which draws one batch ahead where a loader has no length.
     """
     loop = _evaluation_loop(trainer)
-    assert loop._combined_loader is not None and loop._data_fetcher is not None
     if all(sized_len(loader) is not None for loader in loop._combined_loader.flattened):
         return None
     return bool(loop._data_fetcher.done)
@@ -110,8 +99,7 @@ def ends_within_epoch(trainer: pl.Trainer) -> bool:
 def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
     """Return whether a validation would follow the current batch if the run did not end, in ``on_advance_end``.
 
-    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which returns True for every run that stops, and takes the
-    data fetcher.
+    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which is True in every run that stops.
     """
     stops, trainer.should_stop = trainer.should_stop, False
     try:
@@ -134,7 +122,7 @@ def take_back_step(fit_loop: dict[str, Any]) -> None:
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
     """Wrap the end of a batch after its last callback, where the loop validates, logs and counts; return the undo.
 
-    Lightning has no hook there. ``around`` is called with the data fetcher and a function that calls the original.
+    ``around`` is called with the data fetcher and a function that calls the original. Lightning has no hook there.
     Relies on ``_TrainingEpochLoop.on_advance_end``, which is called with the fetcher.
     """
     loop = trainer.fit_loop.epoch_loop
@@ -145,10 +133,10 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
 def watch_epoch_ends(
     trainer: pl.Trainer, check: Callable[[], None], any_rank: Callable[[bool], bool]
 ) -> Callable[[], None]:
-    """Call ``check`` when an epoch of training ends, before its last validation and its hooks; return the undo.
+    """Call ``check`` when an epoch of training ends, before its last validation, and after it; return the undo.
 
-    It is called again after that validation. If ``val_check_interval`` is a time, which ranks measure, ``any_rank``
-    tells if it is over. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end` and `would_validate`.
+    If ``val_check_interval`` is a time, which ranks measure, ``any_rank`` tells if it is over. Relies on
+    ``_FitLoop.on_advance_end``, and as `wrap_batch_end` and `would_validate`.
     """
     loop, epoch_loop, undo = trainer.fit_loop, trainer.fit_loop.epoch_loop, ExitStack()
     original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
@@ -172,7 +160,7 @@ def watch_epoch_ends(
 def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
     """Skip the broadcast before every batch of whether rank 0 got a SIGTERM; return the undo.
 
-    For a strategy whose ranks agree on that themselves. Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
+    Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
     return replace_attributes(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
 
@@ -183,7 +171,7 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
     """Return whether an exception ended a validation, from the state of a fit loop.
 
-    Relies on the key ``epoch_loop.val_loop.batch_progress``, like ``_EvaluationLoop.update_restart_stage``.
+    As in ``_EvaluationLoop.update_restart_stage``.
     """
     total = fit_loop["epoch_loop.val_loop.batch_progress"]["total"]
     begun = total["started"] == total["ready"] == total["processed"] + 1
@@ -199,11 +187,8 @@ def continue_validation(trainer: pl.Trainer) -> Callable[[], None]:
     """
     loop, validation, undo = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, ExitStack()
     is_due, skip = loop._should_check_val_fx, validation.increment_progress_to_evaluation_end
-
-    def should_validate(fetcher: Any) -> bool:
-        return validation.restarted_mid_evaluation or is_due(fetcher)
-
-    undo.callback(replace_attributes(loop, _should_check_val_fx=should_validate))
+    due = replace_attributes(loop, _should_check_val_fx=lambda f: validation.restarted_mid_evaluation or is_due(f))
+    undo.callback(due)
     silent = preserve_rng(every_device=True)(skip)
     undo.callback(replace_attributes(validation, increment_progress_to_evaluation_end=silent))
     return undo.close

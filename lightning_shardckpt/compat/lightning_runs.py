@@ -9,7 +9,6 @@ import atexit
 import functools
 import inspect
 import os
-import signal
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script as fabric_launchers
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
@@ -32,7 +32,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -40,28 +39,20 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_shardckpt.compat.data_loading import keeps_samplers
 from lightning_shardckpt.compat.torch_modules import replace_attributes
 
-_HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """The launcher of a Trainer that starts the same script once for each local process."""
-
-
-class FabricScriptLauncher(fabric_launchers._SubprocessScriptLauncher):
-    """The same for Fabric."""
-
-
-# ── process groups and devices ───────────────────────────────────────────────────────────────────────────────────────
+ScriptLauncher = _SubprocessScriptLauncher
+"""The launcher of a Trainer that starts the same script once for each local process."""
+FabricScriptLauncher = fabric_launchers._SubprocessScriptLauncher
+"""The same for Fabric."""
 
 
 def init_process_group(environment: ClusterEnvironment, device: torch.device, *, timeout_s: float) -> None:
     """Create the default process group, unless it exists. Collective over the world.
 
-    Its backend is torch's default for the device of this process, with gloo for CPU tensors beside nccl.
-
-    A single process needs no store that others reach: it listens on no port, and sets no environment variable, which
-    the ranks of a program that it starts would use. Several set ``MASTER_ADDR`` and ``MASTER_PORT``, as in Lightning.
+    Its backend is torch's default for the device of this process, with gloo for CPU tensors beside nccl. A single
+    process listens on no port, and sets no environment variable, which the ranks of a program that it starts would use.
     """
     if dist.is_initialized():
         return
@@ -76,34 +67,23 @@ def init_process_group(environment: ClusterEnvironment, device: torch.device, *,
         os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
     dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     if chosen.endswith(":nccl"):
-        atexit.register(_destroy_group)  # as Lightning does for "nccl": torch warns about a group that is left
+        atexit.register(_destroy_dist_connection)  # as Lightning does: torch warns of a group that is left
 
 
-def _destroy_group() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this must not be interrupted
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to a device, except ``step``, which torch's optimizers keep on the CPU."""
-    _optimizer_to_device(optimizer, device)
+optimizer_to_device = _optimizer_to_device
+"""Moves the state of an optimizer to a device, except ``step``, which torch's optimizers keep on the CPU."""
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
-    """Make Lightning shuffle training batches only if the loader does, as it does in validation; return the undo.
+    """Make Lightning shuffle training batches only if the loader does; return the undo.
 
-    Lightning puts a DistributedSampler that always shuffles around the sampler of a training loader, so that a loader
-    without ``shuffle=True``, or with a user's sampler, would have another order than on one process. In validation, it
-    believes a loader's argument ``shuffle=False`` rather than a RandomSampler beside it.
-
-    If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state; see
-    also `keeps_samplers`.
-
-    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage).
+    Lightning puts a DistributedSampler that always shuffles around the sampler of a training loader, so its order would
+    not be that of one process. In validation, it believes ``shuffle=False`` rather than a RandomSampler beside it. If
+    one rank has all data, a training loader with its own state keeps its sampler, which is part of the state; see also
+    `keeps_samplers`. Relies on ``_DataConnector._prepare_dataloader``.
     """
     connector = trainer._data_connector
     prepare = type(connector)._prepare_dataloader
@@ -124,23 +104,22 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 _keeping = weakref.WeakSet[object]()  # the strategies of `keep_samplers_of`
-_setup_dataloader: Any = Fabric._setup_dataloader
+_original_setup: Any = Fabric._setup_dataloader
 
 
 def keep_samplers_of(strategy: object) -> None:
     """Let the Fabric of ``strategy`` keep the samplers of loaders for which `keeps_samplers` is true.
 
-    Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``, which makes
-    each loader again.
+    Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``.
     """
 
     def setup(self: Fabric, dataloader: Any, use_distributed_sampler: bool = True, move_to_device: bool = True) -> Any:
         keeps = use_distributed_sampler and self.strategy in _keeping and keeps_samplers(dataloader, self.world_size)
-        return _setup_dataloader(self, dataloader, use_distributed_sampler and not keeps, move_to_device)
+        return _original_setup(self, dataloader, use_distributed_sampler and not keeps, move_to_device)
 
     def end() -> None:
         if not [*_keeping]:
-            replace_attributes(Fabric, _setup_dataloader=_setup_dataloader)
+            replace_attributes(Fabric, _setup_dataloader=_original_setup)
 
     _keeping.add(strategy)
     replace_attributes(Fabric, _setup_dataloader=setup)
@@ -158,10 +137,8 @@ def construct_module(
     ``hyper_parameters`` replace the stored ones; without ``strict``, the module's ``strict_loading`` counts. Relies on
     ``_load_state``, the second half of ``load_from_checkpoint``.
     """
-    options = {"strict": strict} if issubclass(cls, pl.LightningModule) else {}
-    load: Any = _load_state  # typed for one kind of class at a time
-    module: Loadable = load(cls, checkpoint, **options, **hyper_parameters)
-    return module
+    options: Any = {"strict": strict} if issubclass(cls, pl.LightningModule) else {}
+    return _load_state(cls, checkpoint, **options, **hyper_parameters)  # type: ignore[arg-type,return-value]
 
 
 def intercept_ckpt_path(trainer: pl.Trainer, choose: Callable[[Any, Callable[[Any], Any]], Any]) -> Callable[[], None]:
@@ -179,29 +156,17 @@ def intercept_ckpt_path(trainer: pl.Trainer, choose: Callable[[Any, Callable[[An
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:
-    """Load a checkpoint and restore the datamodule, the model and the callbacks, as Lightning does before a fit.
-
-    Relies on ``_CheckpointConnector._restore_modules_and_callbacks``, which loads by ``Strategy.load_checkpoint``.
-    """
+    """Load a checkpoint and restore the datamodule, the model and the callbacks, as Lightning does before a fit."""
     trainer._checkpoint_connector._restore_modules_and_callbacks(path)
 
 
 def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:
-    """Set the default directory of a Trainer's files.
-
-    Relies on ``_default_root_dir``, which ``Trainer.default_root_dir`` reads.
-    """
+    """Set ``Trainer.default_root_dir``, the directory of a Trainer's files."""
     trainer._default_root_dir = path  # type: ignore[attr-defined]  # set later
 
 
-# ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def receive_sigterm(trainer: pl.Trainer) -> None:
-    """Make the Trainer raise SIGTERMException after the current batch, as if its own handler had got a SIGTERM.
-
-    Relies on ``_SignalConnector.received_sigterm``, which ``Trainer.received_sigterm`` returns.
-    """
+    """Make the Trainer raise SIGTERMException after the current batch, as if its own handler had got a SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -209,52 +174,38 @@ def receive_sigterm(trainer: pl.Trainer) -> None:
 
 
 def set_device(module: torch.nn.Module, device: torch.device) -> None:
-    """Set the ``device`` of a LightningModule and its Metrics, without moving tensors.
-
-    Relies on ``_update_properties``, which ``LightningModule.to`` calls.
-    """
+    """Set the ``device`` of a LightningModule and its Metrics, without moving tensors, like ``LightningModule.to``."""
     _update_properties(module, device=device)
 
 
 def syncs_batch_norms(strategy: ParallelStrategy) -> bool:
-    """Return whether the Trainer was given ``sync_batchnorm=True``.
-
-    Relies on ``Strategy._layer_sync``, which the Trainer sets.
-    """
+    """Return whether the Trainer was given ``sync_batchnorm=True``, for which it sets ``Strategy._layer_sync``."""
     return strategy._layer_sync is not None
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
-    """Make ``LightningModule.device_mesh`` return a mesh.
-
-    Relies on the attribute ``_device_mesh``, which ModelParallelStrategy sets.
-    """
+    """Make ``LightningModule.device_mesh`` return a mesh, as ModelParallelStrategy does."""
     module._device_mesh = mesh
 
 
 def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextManager[object]]) -> Callable[[], None]:
     """Run every action of a Trainer inside the context ``around(is_hook)``; return the undo.
 
-    Lightning runs hooks and callbacks under ``profiler.profile``, by names such as
-    ``[LightningModule]TinyLM.on_fit_start``, and by other names some of its own methods, such as a strategy's.
+    Lightning runs hooks, callbacks and some of its own methods under ``profiler.profile``, by their names.
     """
     original = profiler.profile
 
     @contextmanager
     def profile(action_name: str) -> Generator[Any, None, None]:
-        with original(action_name) as found, around(action_name.startswith(_HOOKS)):
+        with original(action_name) as found, around(action_name.startswith(("[LightningModule]", "[Callback]"))):
             yield found
 
     return replace_attributes(profiler, profile=profile)
 
 
-# ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def intercept_fit(before: Callable[[pl.Trainer, dict[str, Any]], None]) -> Callable[[], None]:
-    """Call a function before each fit of any Trainer; return the undo.
+    """Call a function before each fit of any Trainer, with the arguments by name, to be changed; return the undo.
 
-    It gets the arguments of the call by name, which it may change. Replaces the public method ``Trainer.fit``, since
     Lightning has no hook that can choose ``ckpt_path``.
     """
     original = pl.Trainer.fit
@@ -289,8 +240,7 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
 
     They sync over the whole world by default, so that the ranks of a tensor group would count several times. If
     ``group`` is smaller, metrics in ``module`` keep it. It is the default of others, in callbacks and lists, until the
-    undo, also where an outer run has set another one. Relies on ``torchmetrics.metric.gather_all_tensors``, which
-    ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
+    undo, also where an outer run has set another one. Relies on ``torchmetrics.metric.gather_all_tensors``.
     """
     gather, before = _GatherOver(group), metric.gather_all_tensors  # type: ignore[attr-defined]  # imported there
     for submodule in module.modules() if group.size() < dist.get_world_size() else ():
@@ -315,10 +265,7 @@ def is_in_backward() -> bool:
 
 @contextmanager
 def disable_backward_guard() -> Generator[None, None, None]:
-    """Inside, allow backward passes, which Fabric refuses outside of ``fabric.backward``.
-
-    Relies on the flag ``_in_fabric_backward`` of ``lightning.fabric.wrappers``, which its backward hooks check.
-    """
+    """Inside, allow backward passes, which Fabric's hooks refuse outside of ``fabric.backward``."""
     before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Private names of autograd, GradScaler and optimizers: running backwards, hooks, arguments, kernels over many tensors.
+"""Private names of autograd and GradScaler: running backwards, hooks, arguments, kernels over many tensors.
 
 Checked with torch 2.12 to 2.15."""
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import Optimizer, optimizer
+from torch.optim import optimizer
 
 from lightning_shardckpt.compat.torch_modules import replace_attributes
 
@@ -23,10 +23,7 @@ def in_backward() -> bool:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that runs in this thread.
-
-    Relies on ``queue_callback``, which DistributedDataParallel and FSDP use.
-    """
+    """Call a function at the end of the backward that runs in this thread, as DistributedDataParallel and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -76,15 +73,11 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
-Check = Callable[[Sequence[Any], Sequence[Tensor | None] | None], None]
-"""(inputs of ``torch.autograd.grad``, their gradients, or None if autograd found that one is unused) → an error."""
-
-
-def check_unused_inputs(check: Check) -> Callable[[], None]:
+def check_unused_inputs(check: Callable[[Sequence[Any], Sequence[Tensor | None] | None], None]) -> Callable[[], None]:
     """Call ``check`` when ``torch.autograd.grad`` finds unused inputs inside a backward; return the undo.
 
-    Relies on ``torch.autograd.grad`` calling the ``_engine_run_backward`` of its module, with the inputs as the fifth
-    argument by position.
+    It gets the inputs and their gradients, or None if autograd has raised. Relies on ``torch.autograd.grad`` calling
+    the ``_engine_run_backward`` of its module, with the inputs as the fifth argument by position.
     """
     module: Any = torch.autograd
     run_backward = module._engine_run_backward
@@ -105,20 +98,16 @@ def check_unused_inputs(check: Check) -> Callable[[], None]:
     return replace_attributes(module, _engine_run_backward=run)
 
 
-_NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
-
-
 def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[], None]:
-    """Call ``apply`` of users' autograd functions with ``change(function, args)``; return the undo. One at a time.
+    """Call ``apply`` of users' autograd functions with ``change(function, args)``; return the undo.
 
     Relies on ``apply`` being a class method of ``torch.autograd.Function``.
     """
-
     function: Any = torch.autograd.Function
     original = vars(function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith(_NOT_OF_USERS):
+        if not cls.__module__.startswith(("torch.", "lightning_shardckpt.")):
             args = change(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -135,48 +124,17 @@ def unscale(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tenso
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
 
 
-Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
-"""(optimizer, inverse scale, a zero, whether float16 is allowed) → by device, 1 if a gradient is infinite or NaN."""
+def replace_unscale(scaler: torch.amp.GradScaler, function: Callable[..., Any]) -> Callable[[], None]:
+    """Make ``scaler.unscale_`` and ``scaler.step`` call ``function``, and return the undo; torch has no public way.
 
-
-def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> Callable[[], None]:
-    """Make ``scaler.unscale_`` and ``scaler.step`` call ``function``, and return the undo; torch has no public way."""
+    It gets the optimizer, the inverse scale, a zero, and whether float16 is allowed; it returns 1 by device, if a
+    gradient is infinite or NaN.
+    """
     return replace_attributes(scaler, _unscale_grads_=function)  # called by position
 
 
-# ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def allow_lists_of(kind: type[Tensor]) -> Callable[[], None]:
-    """Make torch's optimizers use foreach functions for a tensor class by default; return the undo.
-
-    They do so on GPUs, if all parameters are of the classes in ``_foreach_supported_types``.
-    """
+    """Make torch's optimizers use foreach functions on GPUs for a tensor class by default; return the undo."""
     kinds: list[type] = optimizer._foreach_supported_types  # type: ignore[assignment]
     kinds.append(kind)
     return partial(kinds.remove, kind)
-
-
-def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Return whether ``state_dict()`` is overridden or has post hooks, so that it may have other entries than torch's.
-
-    Relies on ``_optimizer_state_dict_post_hooks``, the dict of ``register_state_dict_post_hook``.
-    """
-    return type(optimizer).state_dict is not Optimizer.state_dict or bool(
-        getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    )
-
-
-def has_load_hooks(optimizer: Optimizer) -> bool:
-    """Return whether ``load_state_dict`` has pre or post hooks.
-
-    Relies on the dicts of ``register_load_state_dict_pre_hook`` and ``register_load_state_dict_post_hook``, which an
-    optimizer that wraps another may lack.
-    """
-    kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    return any(getattr(optimizer, kind, None) for kind in kinds)
-
-
-def has_own_load_state_dict(optimizer: Optimizer) -> bool:
-    """Return whether ``load_state_dict`` is overridden, so that it may take other entries than torch's."""
-    return type(optimizer).load_state_dict is not Optimizer.load_state_dict

@@ -17,13 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
+from torch.distributed.distributed_c10d import Store as Store
 
 from lightning_shardckpt.compat.torch_modules import replace_attributes
 from lightning_shardckpt.system.tensor_digest import byte_view
-
-# ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -58,8 +56,8 @@ _GROUP_POSITION = {
 def watch_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
     """Inside, call ``watch`` before every collective of this thread, with its name and its ``group`` argument.
 
-    Replaces the functions of ``torch.distributed``. Functions looked up before are not seen, such as by ``from
-    torch.distributed import all_reduce`` in a module imported earlier; nor is communication below them, such as FSDP's.
+    Functions of ``torch.distributed`` that a module has imported by name before are not seen, nor is communication
+    below them, such as FSDP's.
     """
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     thread = threading.get_ident()
@@ -103,22 +101,16 @@ def _watched(
     return call
 
 
-# ── process groups ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── process groups and stores ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """Return the process group of a ``group_name``, which can be pickled and compared, unlike a group.
-
-    Relies on ``torch.distributed.distributed_c10d._resolve_process_group``, which takes a str.
-    """
+    """Return the process group of a ``group_name``, which can be pickled and compared, unlike a group."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of a group's backend for a device, such as ``gloo`` or ``nccl``; None without one.
-
-    Relies on ``ProcessGroup._get_backend``, which raises RuntimeError for a device that the group does not support.
-    """
+    """Return the name of a group's backend for a device, such as ``gloo`` or ``nccl``; None without one."""
     try:
         return str(group._get_backend(device).name())
     except RuntimeError:
@@ -131,9 +123,6 @@ def abort_accelerators() -> None:
     May run off the main thread, which may wait in one of them. Aborts all in one group, in the order of torch's
     ``_abort_process_group``, since NCCL's communicators could wait for each other. torch's function also removes the
     groups, so that the main thread would consider itself the only rank.
-
-    Relies on ``torch.distributed.distributed_c10d._world.pg_names``, a dict of groups, on ``_device_types`` and
-    ``_get_backend`` of a group, and on ``abort``, ``_group_start`` and ``_group_end`` of NCCL's backend.
     """
     names = dist.distributed_c10d._world.pg_names
     groups = sorted(names, key=lambda group: str(names[group]), reverse=True)
@@ -149,36 +138,18 @@ def abort_accelerators() -> None:
         backend._group_end()  # type: ignore[attr-defined]  # NCCL's
 
 
-# ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-__all__ = ["PrefixStore", "Store", "default_store", "get_if_set", "clone_store", "put_bytes"]
-
-_NO_VALUE = "?"
-
-
 def default_store() -> Store:
-    """Return the store of the default process group's rendezvous, which every rank can reach.
-
-    Relies on ``ProcessGroup.get_group_store``, which torch's stub lacks.
-
-    Raises:
-        ValueError: without a default process group.
-    """
+    """Return the store of the default process group's rendezvous, which every rank can reach."""
     group: Any = dist.group.WORLD
-    if group is None:
-        raise ValueError("no default process group: call torch.distributed.init_process_group first")
-    store: Store = group.get_group_store()
-    return store
+    return group.get_group_store()  # type: ignore[no-any-return]  # not in torch's stub
 
 
 def clone_store(store: Store, prefix: str) -> Store:
     """Return the same store through another connection, with a prefix before every key.
 
-    While a thread waits in a client of a TCPStore, no other thread can use the client. Relies on ``Store.clone``, which
-    torch's stub lacks.
+    While a thread waits in a client of a TCPStore, no other thread can use the client.
     """
-    return PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+    return PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
 
 
 def put_bytes(store: Store, key: str, value: bytes) -> None:
@@ -192,11 +163,8 @@ def get_if_set(store: Store, key: str) -> bytes | None:
     Relies on ``Store.compare_set``, which returns the expected value if the key is not set, without setting it, and
     else the key's value. No value may be ``?``.
     """
-    value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
-    return None if value == _NO_VALUE.encode() else value
-
-
-# ── orders of operations of pipelines ─────────────────────────────────────────────────────────────────────────────────
+    value: bytes = store.compare_set(key, "?", "?")
+    return None if value == b"?" else value
 
 
 def interleaved_order(

@@ -1,4 +1,4 @@
-"""Private names of modules: calls, hooks, registered tensors, load hooks, copies, and torch.compile.
+"""Private names of modules and optimizers: calls, hooks, registered tensors, load hooks, copies, and torch.compile.
 
 Checked with torch 2.12 to 2.15 and Python 3.11 to 3.14."""
 
@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -44,18 +45,12 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the replacement of the module's call by ``module.compile`` or `intercept_calls`; None without one.
-
-    Relies on ``_compiled_call_impl``.
-    """
+    """Return the replacement of the module's call by ``module.compile`` or `intercept_calls`; None without one."""
     return module._compiled_call_impl
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile`` was called; `intercept_calls` does not count, before or after it.
-
-    Relies on ``_compiled_call_impl``.
-    """
+    """Return whether ``module.compile`` was called; `intercept_calls` does not count, before or after it."""
     call: Any = module._compiled_call_impl
     while isinstance(call, partial):
         call = call.args[0]
@@ -118,10 +113,7 @@ def unregister_tensors(module: nn.Module) -> None:
 
 
 def copy_modules(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> dict[nn.Module, nn.Module]:
-    """Return copies of all modules of ``root``, by module, with the same attributes, and converted tensors.
-
-    Relies on ``_parameters``, ``_buffers`` and ``_modules`` being all that a module registers.
-    """
+    """Return copies of all modules of ``root``, by module, with the same attributes, and converted tensors."""
     copies = {module: object.__new__(type(module)) for module in root.modules()}
     for module, copied in copies.items():
         copied.__dict__.update(vars(module))
@@ -149,10 +141,7 @@ def argument_hooks(module: nn.Module) -> frozenset[int]:
 
 
 def keep_hooks(module: nn.Module, kept: Container[int] = ()) -> None:
-    """Remove all hooks of a module, also of state dicts, except those with these handle ids.
-
-    Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
-    """
+    """Remove all hooks of a module, also of state dicts, except those with these handle ids, from dicts by name."""
     for name, hooks in vars(module).items():
         if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
             for number in [number for number in hooks if number not in kept]:
@@ -181,10 +170,7 @@ BatchNorm = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
 )
-"""The classes of batch norms."""
-
 NormWithStatistics = (*BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""The classes of norms with running statistics."""
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -203,9 +189,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> list[tuple[nn.RNNBase, list[Tensor | None]]]:
-    """Update the list of weights that recurrent modules keep beside their registered parameters.
-
-    Their forward updates it only if the parameters differ, and until then the list keeps the old ones alive.
+    """Update the list of weights that recurrent modules keep beside their registered parameters, which it keeps alive.
 
     Returns:
         The recurrent modules among ``modules`` with their previous lists, for `restore_flat_weights`.
@@ -223,9 +207,6 @@ def restore_flat_weights(before: Iterable[tuple[nn.RNNBase, list[Tensor | None]]
 
 
 # ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-_LIBRARIES = ("torch.", "transformers.", "peft.")
 
 
 def pre_load_origins(module: nn.Module) -> set[str]:
@@ -255,10 +236,19 @@ def _origins(functions: Any) -> Iterator[str]:
             function = function.func
         package = getattr(function, "__module__", None) or type(function).__module__
         if not package.startswith(("torch.distributed.", "lightning_shardckpt.")):
-            yield "library" if package.startswith(_LIBRARIES) else "user"
+            yield "library" if package.startswith(("torch.", "transformers.", "peft.")) else "user"
 
 
-# ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Return whether ``state_dict()`` is overridden or has post hooks, and may have other entries than torch's."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    return type(optimizer).state_dict is not Optimizer.state_dict or bool(hooks)
+
+
+def has_load_hooks(optimizer: Optimizer) -> bool:
+    """Return whether ``load_state_dict`` has hooks, whose dicts an optimizer that wraps another may lack."""
+    kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optimizer, kind, None) for kind in kinds)
 
 
 def on_deepcopy(callback: Callable[[nn.Parameter, nn.Parameter], None]) -> Callable[[], None]:
@@ -281,10 +271,9 @@ def on_deepcopy(callback: Callable[[nn.Parameter, nn.Parameter], None]) -> Calla
 
 
 set_frame_callback: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
-"""Set this thread's callback for frames of Python, or None; returns the previous callback.
+"""Sets this thread's callback for frames of Python, or None; returns the previous callback, which it accepts later.
 
-While a compiled function runs, the callback compiles the functions that it calls. Relies on the callback being a state
-of the thread, and on the return value being accepted as an argument later.
+While a compiled function runs, the callback compiles the functions that it calls.
 """
 
 
@@ -341,16 +330,10 @@ def replace_attributes(owner: object, **attributes: Any) -> Callable[[], None]:
 
 
 def fabric_original(module: nn.Module) -> nn.Module | None:
-    """Return the user's module in a module from Fabric's ``setup``; None for other modules.
-
-    Relies on the child ``_original_module`` of ``_FabricModule``.
-    """
+    """Return the user's module in a ``_FabricModule`` from Fabric's ``setup``; None for other modules."""
     return module._modules.get("_original_module")
 
 
 def loader_of_fabric(value: object) -> object:
-    """Return the user's loader in a loader from Fabric's ``setup_dataloaders``; other objects unchanged.
-
-    Relies on the name of ``_FabricDataLoader``, and on its attribute ``_dataloader``.
-    """
+    """Return the user's loader in a loader from Fabric's ``setup_dataloaders``; other objects unchanged."""
     return value._dataloader if type(value).__name__ == "_FabricDataLoader" else value  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 
 
 L = TypeVar("L", bound=Tensor)
+T = TypeVar("T")
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context that disables ``__torch_function__`` of subclasses in this thread, so that they act as Tensors."""
@@ -33,8 +34,7 @@ NO_TORCH_FUNCTION: Any = nn.Parameter.__torch_function__
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's local tensor, or any other tensor itself, without the slow import of DTensor."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def mark_as_parameter(tensor: Tensor) -> None:
@@ -49,8 +49,7 @@ def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
 
 def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
     """Return the hooks of ``register_post_accumulate_grad_hook``, like `gradient_hooks`."""
-    hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
-    return hooks
+    return leaf._post_accumulate_grad_hooks
 
 
 def with_hooks(leaves: Iterable[L]) -> list[L]:
@@ -71,10 +70,7 @@ def set_accumulation_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
 
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor: its in-place changes, also by views, but not by ``data``."""
-    if type(tensor) is Tensor:
-        return tensor._version
-    with without_torch_function():
-        return tensor._version
+    return tensor._version if type(tensor) is Tensor else versions_of([tensor])[0]
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -89,10 +85,7 @@ def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 def in_functional_transform() -> bool:
-    """Return whether a transform of ``torch.func``, such as ``vmap``, is active, which hides subclasses.
-
-    Relies on ``torch._C._functorch.peek_interpreter_stack``.
-    """
+    """Return whether a transform of ``torch.func``, such as ``vmap``, is active, which hides subclasses."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -103,20 +96,16 @@ def memory_id(tensor: Tensor) -> int:
 
 def shares_memory(tensor: Tensor) -> bool:
     """Return whether other tensors share its memory: views, also of inference mode, ``data`` and ``detach()``."""
-    storage = tensor.untyped_storage()  # the tensor and this object count as 2
-    return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return tensor._base is not None or storage_uses(tensor.untyped_storage()) > 2  # the tensor and this object
 
 
 def viewed_tensor(view: Tensor) -> Tensor | None:
-    """Return the tensor of which another is a view for autograd; None for other tensors. Relies on ``_base``."""
+    """Return the tensor of which another is a view for autograd; None for other tensors."""
     return view._base
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return the number of tensors over a storage, and of storage objects.
-
-    Relies on ``torch._C._storage_Use_Count``.
-    """
+    """Return the number of tensors over a storage, and of storage objects."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -169,9 +158,6 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     ]
 
 
-# ── files of torch.save ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def fake_tensors() -> Callable[[Sequence[int], torch.dtype], Tensor]:
     """Return a function that makes contiguous tensors of the CPU without memory.
 
@@ -195,49 +181,32 @@ def fake_tensors() -> Callable[[Sequence[int], torch.dtype], Tensor]:
 # classes is a leaf, ``None`` included; transformers registers its outputs and caches. A user's dataclass with tensors
 # is registered when it is first flattened, and is a leaf of other functions until then.
 
-_T = TypeVar("_T")
-tree_unflatten = _pytree.tree_unflatten
-_LEAF = _pytree.tree_flatten(None)[1]
+tree_leaves, tree_map, tree_unflatten = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_unflatten
 _registered: set[type] = set()
-_LEAF_CLASSES = (int, float, str, bool, type(None))
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of nested containers, and their structure; a tensor is a leaf."""
-    return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _with_dataclasses(tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers; a tensor is a leaf."""
-    return [tree] if isinstance(tree, torch.Tensor) else _pytree.tree_leaves(tree)
-
-
-def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a copy of nested containers with every leaf replaced by the result of ``change``."""
-    return change(tree) if isinstance(tree, torch.Tensor) else _pytree.tree_map(change, tree)
+    """Return the leaves of nested containers, and their structure."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    new = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(type(leaf)) and _holds_tensors(leaf)}
+    for kind in new:
+        _register(kind)
+    return tree_flatten(tree) if new else (leaves, spec)
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Return the leaves of a call's arguments, as of ``tree_flatten((args, kwargs))``, and a key of their structure."""
     leaves = [*args, *kwargs.values()]
-    if all(isinstance(leaf, torch.Tensor) or type(leaf) in _LEAF_CLASSES for leaf in leaves):
+    if all(isinstance(leaf, Tensor) or type(leaf) in (int, float, str, bool, type(None)) for leaf in leaves):
         return leaves, (len(args), *kwargs)
-    return _with_dataclasses((tuple(args), dict(kwargs)))
-
-
-def _with_dataclasses(tree: Any) -> tuple[list[Any], TreeSpec]:
-    leaves, spec = _pytree.tree_flatten(tree)
-    new = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(type(leaf)) and _holds_tensors(leaf)}
-    for kind in new:
-        _register(kind)
-    return _with_dataclasses(tree) if new else (leaves, spec)
+    return tree_flatten((tuple(args), dict(kwargs)))
 
 
 def _holds_tensors(leaf: Any) -> bool:
     if type(leaf).__module__.startswith(("lightning_shardckpt.", "torch.")):
         return False
     values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-    return any(isinstance(value, torch.Tensor) for value in _with_dataclasses(values)[0])
+    return any(isinstance(value, Tensor) for value in tree_flatten(values)[0])
 
 
 def _register(kind: type) -> None:
@@ -258,14 +227,12 @@ def _register(kind: type) -> None:
     _pytree.register_pytree_node(kind, flatten, unflatten)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: _T) -> _T:
+def map_tensors(change: Callable[[Tensor], Tensor], tree: T) -> T:
     """Return ``tree`` with every tensor in its containers replaced by the result of ``change``; itself if none changed.
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         return change(tree)  # type: ignore[return-value]  # a tensor, too
     leaves, spec = _pytree.tree_flatten(tree)
-    changed = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if all(new is old for new, old in zip(changed, leaves, strict=True)):
-        return tree
-    mapped: _T = tree_unflatten(changed, spec)
-    return mapped
+    changed = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    is_same = all(new is old for new, old in zip(changed, leaves, strict=True))
+    return tree if is_same else tree_unflatten(changed, spec)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import shape_of
-from lightning_shardckpt.compat.torch_autograd import has_load_hooks, has_own_load_state_dict, has_own_state_dict
+from lightning_shardckpt.compat.torch_modules import has_load_hooks, has_own_state_dict
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
@@ -118,7 +118,7 @@ def load_extra_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
     """Load state without a parameter and extra entries into an optimizer whose other state is loaded."""
     optimizer.state.update(own.get("state", {}))
     entries = {key: value for key, value in own.items() if key not in _OF_TORCH}
-    if entries and has_own_load_state_dict(optimizer):
+    if entries and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         optimizer.load_state_dict({**Optimizer.state_dict(optimizer), **entries})
 
 

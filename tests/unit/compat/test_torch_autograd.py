@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, save_on_cpu
-from torch.optim import SGD, Optimizer, optimizer
+from torch.optim import Optimizer, optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.compat import torch_autograd as compat
@@ -164,9 +163,6 @@ def test_lists_of_gradients_are_measured_and_scaled_at_once() -> None:
     assert found.item() == 1
 
 
-# ── how optimizers save and load can be changed and asked for ──────────────────────────
-
-
 def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
     kinds = optimizer._foreach_supported_types
     before, kind = list(kinds), type("Plain", (Tensor,), {})
@@ -174,27 +170,3 @@ def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
     assert kinds == [*before, kind]
     put_back()
     assert kinds == before
-
-
-class Own(SGD):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "mine": 1}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-
-
-@pytest.mark.parametrize("hook", ["state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
-def test_a_method_or_a_hook_that_saves_or_loads_otherwise_is_seen(hook: str) -> None:
-    own, plain = (kind([torch.zeros(2, requires_grad=True)], lr=0.1) for kind in (Own, SGD))
-    assert compat.has_own_state_dict(own)
-    assert compat.has_own_load_state_dict(own) and not compat.has_own_load_state_dict(plain)
-    ask = compat.has_own_state_dict if hook == "state_dict_post" else compat.has_load_hooks
-    ran = list[object]()
-    assert not ask(plain)
-    handle = getattr(plain, f"register_{hook}_hook")(lambda *given: ran.append(given))
-    assert ask(plain)
-    plain.load_state_dict(plain.state_dict())
-    assert len(ran) == 1
-    handle.remove()
-    assert not ask(plain)

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # so that something is compiled at all
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import SGD
 
 from lightning_shardckpt.compat import torch_modules as compat
 
@@ -246,3 +247,26 @@ def test_children_buffers_classes_and_values_of_a_module_can_be_replaced() -> No
     assert compat.compiled_from(compiled) is new and compat.compiled_from(new) is None  # type: ignore[arg-type]  # a module
     with compat.run_eagerly():
         assert compiled(torch.ones(1, 2)).tolist() == [[28, 28]]
+
+
+class Own(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mine": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("hook", ["state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_a_method_or_a_hook_that_saves_or_loads_otherwise_is_seen(hook: str) -> None:
+    own, plain = (kind([torch.zeros(2, requires_grad=True)], lr=0.1) for kind in (Own, SGD))
+    assert compat.has_own_state_dict(own)
+    ask = compat.has_own_state_dict if hook == "state_dict_post" else compat.has_load_hooks
+    ran = list[object]()
+    assert not ask(plain)
+    handle = getattr(plain, f"register_{hook}_hook")(lambda *given: ran.append(given))
+    assert ask(plain)
+    plain.load_state_dict(plain.state_dict())
+    assert len(ran) == 1
+    handle.remove()
+    assert not ask(plain)
