@@ -29,9 +29,7 @@ def replace_indices(kind: Any, source: Callable[[Any, Any], Any]) -> dict[str, A
     """Return attributes for a subclass of a DataLoader's class, whose loaders draw from another source of indices.
 
     ``source`` takes a loader and its sampler, and returns an iterable of indices, or of lists of them, with a length.
-
-    Relies on ``DataLoader._index_sampler``: each iterator reads it when it is made, and iterates over it at its first
-    index; an iterator of persistent workers does so again in every epoch. ``len(loader)`` is its length.
+    An iterator reads ``_index_sampler`` when it is made, and iterates over it at its first index of each epoch.
     """
     return {"_index_sampler": property(lambda loader: source(loader, kind._index_sampler.fget(loader)))}
 
@@ -44,12 +42,11 @@ def sampler_of(loader: Any) -> Any:
 def deals_samples(loader: Any) -> bool:
     """Return whether rank r of R gets every R-th index of an order, from the r-th on, in batches of consecutive ones.
 
-    True for torch's BatchSampler of torch's DistributedSampler or of Lightning's DistributedSamplerWrapper, but not for
-    subclasses, and if the sampler leaves out samples that not all ranks would get.
+    A subclass of a sampler may do otherwise, and one may leave out samples that not all ranks would get.
     """
-    batches, sampler = loader.batch_sampler, sampler_of(loader)
+    sampler = sampler_of(loader)
     is_strided = type(sampler) in (DistributedSampler, DistributedSamplerWrapper) and not sampler.drop_last
-    return is_strided and type(batches) is BatchSampler
+    return is_strided and type(loader.batch_sampler) is BatchSampler
 
 
 def keeps_samplers(loader: object, ranks: int) -> bool:
@@ -57,15 +54,10 @@ def keeps_samplers(loader: object, ranks: int) -> bool:
 
     Lightning distributes ``DataLoader.sampler``: of a loader that was given a batch sampler, that is torch's default.
     It takes torch's BatchSampler for the loader's own, and makes batches of one sample. In the place of a RandomSampler
-    or SequentialSampler it distributes the whole dataset, also if that draws others. A class that disables batching for
-    a sampler of batches may enable it for the sampler that it gets.
-
-    Args:
-        loader: before Lightning prepares it.
-        ranks: the number of ranks that would read from it.
+    or SequentialSampler it distributes the whole dataset, also if that draws others.
 
     Raises:
-        UnsupportedCodeError: for such a loader on several ranks, unless its sampler is a DistributedSampler.
+        UnsupportedCodeError: for such a loader on several ``ranks``, unless its sampler is a DistributedSampler.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -91,10 +83,7 @@ def keeps_samplers(loader: object, ranks: int) -> bool:
 
 
 def user_sampler(sampler: object) -> Any:
-    """Return the user's sampler within a DistributedSamplerWrapper, by ``DistributedSamplerWrapper.dataset._sampler``.
-
-    Others are returned as they are.
-    """
+    """Return the user's sampler within a DistributedSamplerWrapper; others as they are."""
     return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else sampler  # type: ignore[attr-defined]
 
 
@@ -103,8 +92,7 @@ def draw_orders_by_epoch(loader: object) -> None:
 
     The generators of the process, and the sampler's own ``generator``, are seeded while it draws, and restored then. So
     ranks whose generators are in different states draw the same order, and a resumed run draws that of its epoch again.
-    Does nothing for other samplers. Relies on ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls
-    first, and which draws the items of ``dataset``.
+    Does nothing for other samplers. Relies on ``dataset.reset`` of the wrapper, by which each iteration draws.
 
     Raises:
         UnsupportedCodeError: for a sampler that draws another order from the same states.
@@ -140,8 +128,7 @@ def draw_orders_by_epoch(loader: object) -> None:
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
     """Return the indices of the current epoch in the order of all ranks together, none repeated or left out.
 
-    Relies on ``num_samples`` and ``total_size``, which a DistributedSampler derives from the number of ranks and reads
-    when it is iterated over: with a single rank it neither pads nor drops.
+    Relies on ``num_samples`` and ``total_size``: with a single rank a DistributedSampler neither pads nor drops.
     """
     alone = copy(sampler)
     alone.num_replicas, alone.rank = 1, 0

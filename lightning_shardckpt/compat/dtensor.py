@@ -25,14 +25,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+# no ``def``, since optimizers call them thousands of times in a step
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
-"""The mesh, the placements and the global shape, strides and dtype of a DTensor, in one hashable value.
-
-Not a ``def``, since optimizers call it thousands of times in a step.
-"""
-
+"""The mesh, the placements and the global shape, strides and dtype of a DTensor, in one hashable value."""
 rows_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
-"""A DTensor's local tensor itself. Not a ``def``, as `spec_of`."""
+"""A DTensor's local tensor itself."""
 
 
 def shape_of(tensor: Tensor) -> Size:
@@ -42,19 +39,13 @@ def shape_of(tensor: Tensor) -> Size:
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor over the memory of ``local``, without history, communication or checks.
-
-    Skips ``DTensor.__init__``, which does nothing but is slow, because of its wrapper for compilers.
-    """
+    """Return a DTensor over the memory of ``local``, without history, communication, checks or a slow ``__init__``."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def replace_local(tensor: DTensor, other: DTensor) -> None:
     """Give a DTensor the local tensor and the spec of another; other fields stay unchanged."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
-
-
-# ── meshes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -66,11 +57,7 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def sibling_ranks(mesh: DeviceMesh) -> Tensor:
-    """Return the ranks of a mesh and of all its siblings, equal on every rank, in shape ``(siblings, *mesh.shape)``.
-
-    Relies on ``DeviceMesh._layout`` and ``_rank_map`` of torch 2.13: the ranks of the root, and the strides of this
-    mesh's axes in them. ``mesh.mesh`` has only the ranks of this mesh.
-    """
+    """Return the ranks of a mesh and of all its siblings, equal on every rank, in shape ``(siblings, *mesh.shape)``."""
     return mesh._layout.remap_to_tensor(mesh._rank_map)
 
 
@@ -78,10 +65,7 @@ def sibling_ranks(mesh: DeviceMesh) -> Tensor:
 
 
 def has_own_state_dict(module: nn.Module) -> bool:
-    """Return whether code of a module may give ``state_dict()`` other tensors than its parameters and buffers.
-
-    Relies on ``Module._save_to_state_dict`` and ``_state_dict_hooks``.
-    """
+    """Return whether code of a module may give ``state_dict()`` other tensors than its parameters and buffers."""
     names = "state_dict", "_save_to_state_dict"
     return any(
         part._state_dict_hooks
@@ -95,8 +79,6 @@ def live_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Its DTensors share the module's memory but have their own version counters: to compare versions, call
     ``state_dict``. A module with its own ``state_dict`` or with hooks that change the result gets that.
-
-    Relies on ``Module._state_dict_hooks``, and on ``keep_vars`` having no other effect.
     """
     has_own = type(module).state_dict is not nn.Module.state_dict
     if has_own or any(part._state_dict_hooks for part in module.modules()):

@@ -1,12 +1,12 @@
-"""The supported versions of torch and Lightning, and the refusal of others.
+"""The supported versions of torch and Lightning, and the refusal of others before their first private name is used.
 
-Private names may differ or be missing in another version. So an import of modules that need torch or Lightning fails
-here, before the first such name is used. Tools that run without torch don't import this.
+Tools that run without torch don't import this.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = {"torch": ((2, 12), (2, 15)), "lightning": ((2, 5), (2, 6))}
@@ -14,25 +14,19 @@ SUPPORTED = {"torch": ((2, 12), (2, 15)), "lightning": ((2, 5), (2, 6))}
 
 
 def require_supported_versions() -> None:
-    """Refuse untested versions of torch and Lightning, by the metadata of packages, which are not imported.
+    """Raise an ImportError for untested versions of torch and Lightning, by the metadata of packages.
 
     A nightly or development build counts as the version that it precedes: 2.16.0.dev20261120 is 2.16. A package that is
-    not installed, or whose version has no number, is left to the import that needs it.
-
-    Raises:
-        ImportError: naming the installed and the supported versions, and remedies.
+    not installed is left to the import that needs it.
     """
     problems, wanted = list[str](), list[str]()
     for name, (first, last) in SUPPORTED.items():
         low, high, above = (f"{major}.{minor}" for major, minor in (first, last, (last[0], last[1] + 1)))
         wanted.append(f'"{name}>={low},<{above}"')
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        number = re.match(r"(\d+)\.(\d+)", installed)
-        if number is not None and not first <= (int(number[1]), int(number[2])) <= last:
-            problems.append(f"{name} {installed} is installed, {low} to {high} are supported")
+        with suppress(PackageNotFoundError):
+            number = re.match(r"(\d+)\.(\d+)", installed := version(name))
+            if number is not None and not first <= (int(number[1]), int(number[2])) <= last:
+                problems.append(f"{name} {installed} is installed, {low} to {high} are supported")
     if problems:
         raise ImportError(
             f"lightning-shardckpt cannot be used with the installed versions: {'; '.join(problems)}\n"

@@ -28,10 +28,7 @@ class Conversion(Protocol):
 
 
 def conversions_of(model: nn.Module) -> tuple[list[Callable[[str], tuple[str, str | None]]], list[Conversion]]:
-    """Return the steps by which ``from_pretrained`` converts a model's files, in order: renamings, then conversions.
-
-    A renaming is a ``rename_source_key``. Empty without transformers. Relies on ``get_model_conversion_mapping``.
-    """
+    """Return the steps by which ``from_pretrained`` converts a model's files: renamings of keys, then conversions."""
     module = sys.modules.get("transformers.conversion_mapping")  # every model of transformers 5 and later imports it
     steps = [] if module is None else list(module.get_model_conversion_mapping(model))
     renamings = [step.rename_source_key for step in steps if not isinstance(step, Conversion)]
@@ -39,10 +36,7 @@ def conversions_of(model: nn.Module) -> tuple[list[Callable[[str], tuple[str, st
 
 
 def revert_function() -> Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None:
-    """Return the function that makes ``save_pretrained``'s state dict from a model and its state dict, or None.
-
-    Relies on ``transformers.core_model_loading.revert_weight_conversion``.
-    """
+    """Return the function that makes ``save_pretrained``'s state dict from a model and its state dict, or None."""
     return getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
 
 
@@ -70,11 +64,8 @@ def own_tied_patterns(module: nn.Module) -> tuple[str, ...]:
 
 
 def own_tensor_parallel_plan(module: nn.Module) -> dict[str, Any]:
-    """Return the styles by module pattern of a module itself; empty for other modules, and without a plan.
-
-    Not by ``getattr``, which a PeftModel forwards to the model that it wraps.
-    """
-    plan = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))
+    """Return the styles by module pattern of a module itself; empty for other modules, and without a plan."""
+    plan = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))  # a PeftModel forwards getattr
     return plan if isinstance(plan, dict) else {}
 
 
@@ -87,11 +78,7 @@ def is_model(module: nn.Module) -> bool:
 def initialize(model: nn.Module, module: nn.Module) -> None:
     """Initialize a module's tensors, as ``from_pretrained`` does for those missing in files, except marked ones.
 
-    Relies on ``_init_weights``, and on ``guard_torch_init_functions`` of transformers 5 and later.
-
-    Args:
-        model: the innermost model of transformers that contains the module, or is it.
-        module: to initialize.
+    ``model`` is the innermost model of transformers that contains the module, or is it.
     """
     guard: Any = getattr(sys.modules.get("transformers.initialization"), "guard_torch_init_functions", nullcontext)
     with torch.no_grad(), guard():

@@ -47,10 +47,7 @@ class BatchAgreement:
         """Return True if the ranks agree before this batch, and one of them was told to stop.
 
         Collective: every rank of the world must call it. ``is_told`` must be passed until the result is True, and
-        ``tuning`` bounds the time between agreements.
-
-        Raises:
-            UnsupportedCodeError: if ranks wrote different numbers into sharded tensors.
+        ``tuning`` bounds the time between agreements. Also compares the numbers written into sharded tensors.
         """
         self._batches += 1
         if self._skips > 0:
@@ -74,12 +71,7 @@ class StepChecks:
 
     The ranks of a tensor group: the batches and losses in the first step of each epoch, and the first batch of each
     loader of an evaluation. Ranks that must step together: the number of batches of an evaluation. All methods are
-    collective: every rank of the world must call them.
-
-    Args:
-        trainer: of the run.
-        meshes: of the strategy that runs the steps.
-        of_steps: False in a pipeline, whose steps are compared by the pipeline itself.
+    collective: every rank of the world must call them. Pipelines compare steps themselves, without ``of_steps``.
 
     Attributes:
         draws: a checksum of the random states with which steps began to draw, equal in a tensor group.
@@ -144,9 +136,6 @@ class StepChecks:
         if self._trainer.state.fn == TrainerFn.FITTING or self._meshes.topology.pipeline > 1:
             return self._meshes.data_parallel_group
         return self._meshes.root.get_group("shard") if self._meshes.topology.shard > 1 else None
-
-
-# ── ends of epochs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:

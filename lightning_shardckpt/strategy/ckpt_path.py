@@ -32,17 +32,14 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 
 
 class JoiningLauncher(ScriptLauncher):
-    """Starts missing processes, makes this one a rank, and keeps arguments that Lightning does not pass on.
+    """Starts missing processes, makes this one a rank by ``join``, and keeps arguments that Lightning does not pass on.
 
     A single process starts no others, and sets no ``LOCAL_RANK`` in the environment: the next Trainer and child
-    processes would take it for a rank of this run. So a single process may be a notebook. ``args`` are for Lightning's
-    launcher, and ``join`` makes this process one of the ranks.
+    processes would take it for a rank of this run. So a single process may be a notebook.
     """
 
-    ckpt_path: str | os.PathLike[str] | None = None
-    """The resolved path of the last call."""
-    weights_only: bool | None = None
-    """The user's argument of the last call; Lightning loses it if a checkpoint is loaded after the setup."""
+    ckpt_path: str | os.PathLike[str] | None = None  # the resolved path of the last call
+    weights_only: bool | None = None  # the user's argument, which Lightning loses if it loads after the setup
 
     def __init__(self, *args: Any, join: Callable[[], Ranks]) -> None:
         super().__init__(*args)

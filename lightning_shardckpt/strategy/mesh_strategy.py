@@ -93,10 +93,8 @@ class MeshStrategy:
     global_rank: int
     world_size: int
     _checkpoint_io: ShardCkptIO | None
-    axis_sizes: dict[str, Any]
-    """The requested sizes; ``topology`` has the resolved ones."""
-    tuning: Tuning = TUNING
-    """Timeouts of ranks; ``ShardCkptIO.load_options`` has the sizes of a load."""
+    axis_sizes: dict[str, Any]  # as requested; ``topology`` has the resolved ones
+    tuning: Tuning = TUNING  # timeouts of ranks; ``ShardCkptIO.load_options`` has the sizes of a load
 
     def __init__(
         self,
@@ -227,8 +225,7 @@ class MeshStrategy:
     def _choose_environment(self) -> None:
         """Let a process that trains alone know nothing of the ranks among which a launcher may have started it.
 
-        A script may train on one device and then on several: the processes that are started for the latter run the
-        former, too.
+        A script may train on one device and then on several: processes started for the latter run the former, too.
         """
         if self.num_nodes * self.num_processes == 1 and type(self.cluster_environment) is LightningEnvironment:
             self.cluster_environment = OneProcess()

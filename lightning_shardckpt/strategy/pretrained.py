@@ -44,16 +44,11 @@ class Pretrained:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        self.mapping  # noqa: B018  # raises for a malformed one
-
-    @property
-    def mapping(self) -> KeyMapping:
-        """The mapping of names."""
-        return KeyMapping.of(self.key_mapping)
+        KeyMapping.of(self.key_mapping)  # raises for a malformed one
 
     def fit(self, source: Source, module: nn.Module, whole: WholeNames) -> tuple[Source, list[str]]:
         """Return the stored weights under the names of the model, and a line for each problem."""
-        source, unused = map_names(source, self.mapping, optimizers=())
+        source, unused = map_names(source, KeyMapping.of(self.key_mapping), optimizers=())
         source, problems = fit_names(source, module, whole.state)
         return source, unused + problems
 
@@ -65,12 +60,8 @@ def find_pretrained(
 
     Collective: every rank of ``ranks`` must call it. The whole ``module`` is not sharded yet. ``is_last`` is False if a
     checkpoint will be loaded after the weights.
-
-    Raises:
-        MismatchError: if PEFT has computed adapters from the weights that these replace.
-        CheckpointNotFoundError: if there are none.
     """
-    names = list[tuple[frozenset[str], frozenset[str]]]()
+    names = list[tuple[frozenset[str], frozenset[str]]]()  # not sent to other ranks
 
     def find() -> None:
         live = module.state_dict()
@@ -108,9 +99,6 @@ def load_pretrained(
     """Read this rank's slices of the weights into a module that is sharded; ``adapters`` keep their first values.
 
     Collective: every rank of ``ranks`` must call it.
-
-    Raises:
-        MismatchError: with ``strict``, listing all differences.
     """
     path = pretrained.path
     live = {name: value for name, value in module.state_dict().items() if clean_fqn(name) not in adapters}

@@ -52,9 +52,6 @@ _INEXACT = (
 )
 
 
-# ── the position of a run ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True)
 class DataShare:
     """The part of the data on which this rank trains, and its pipeline rank.
@@ -71,8 +68,8 @@ class DataShare:
     @classmethod
     def of(cls, meshes: Meshes) -> DataShare:
         """Return the share of this rank."""
-        of = meshes.topology
-        return cls(meshes.data_parallel_rank, of.data_parallel, of.tensor, meshes.pipeline_rank, of.pipeline)
+        sizes = meshes.topology
+        return cls(meshes.data_parallel_rank, sizes.data_parallel, sizes.tensor, meshes.pipeline_rank, sizes.pipeline)
 
     def source_rank(self, stored: Mapping[str, Any]) -> int:
         """Return the rank of the saving run whose data and stage this rank has, given the state of any saving rank."""
@@ -83,17 +80,11 @@ class DataShare:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in training.
+    """A position of this rank in training."""
 
-    Attributes:
-        fit_loop: the counters of Lightning's loop; None if Lightning's dict has them.
-        rng: states of this rank's random number generators.
-        loaders: the position in each of its loaders; None for a loader without one.
-    """
-
-    fit_loop: Mapping[str, Any] | None
-    rng: dict[str, Any]
-    loaders: list[Mapping[str, Any] | None]
+    fit_loop: Mapping[str, Any] | None  # the counters of Lightning's loop; None if Lightning's dict has them
+    rng: dict[str, Any]  # states of random number generators
+    loaders: list[Mapping[str, Any] | None]  # None for a loader without a position
 
 
 def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
@@ -153,9 +144,6 @@ def watch_end(trainer: pl.Trainer, keep: Callable[[Position], None]) -> Callable
     return wrap_batch_end(trainer, end_batch)
 
 
-# ── resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def start_loaders(
     trainer: pl.Trainer, positions: Sequence[Any] = (), *, batches: int | None = 0, same_ranks: bool = False
 ) -> list[str]:
@@ -184,9 +172,6 @@ def resume_training(
 
     Returns:
         The undo, and whether the run starts with the rest of an interrupted validation.
-
-    Raises:
-        MismatchError: for another global batch in the middle of an epoch.
     """
     saved, positions = DataShare(**rank_state["place"]), rank_state["positions"]
     loops = checkpoint.get("loops")  # a hook may have removed them
@@ -235,8 +220,7 @@ def _refuse_other_batches(loader: object, position: Any, saved: DataShare, share
 def _resume_epoch_callbacks(trainer: pl.Trainer) -> None:
     """Prepare callbacks for an epoch that is resumed in its middle, without Lightning's ``on_train_epoch_start``.
 
-    GradientAccumulationScheduler sets ``accumulate_grad_batches``. StochasticWeightAveraging creates its scheduler and
-    loads its state; it averages once per epoch, and remembers that.
+    StochasticWeightAveraging creates its scheduler and loads its state; it averages once per epoch, and remembers that.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
         if isinstance(callback, GradientAccumulationScheduler):

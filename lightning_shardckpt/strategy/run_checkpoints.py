@@ -68,17 +68,12 @@ class _Loaded:
     """A load of a checkpoint, which Lightning's later calls finish."""
 
     path: str
-    modules: LoadedModules
-    """The module, whose own code may have to load entries."""
-    optimizers: list[tuple[Optimizer, list[dict[str, Any]]]] | None
-    """Those of a fit, with a copy of their param groups; None for another run."""
+    modules: LoadedModules  # its own code may have to load entries
+    optimizers: list[tuple[Optimizer, list[dict[str, Any]]]] | None  # of a fit, with copies of their param groups
 
 
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict at a position, with the state of this rank alone, for ``ShardCkptIO``.
-
-    ``share`` is this rank's part of the data.
-    """
+    """Return Lightning's checkpoint dict at a position, with the state of this rank alone, for ``ShardCkptIO``."""
     of_rank = {"place": asdict(share), "rng": position.rng, "positions": position.loaders}
     checkpoint = {**checkpoint, RANK_STATE: of_rank}
     if loops := checkpoint.get("loops"):
@@ -318,10 +313,7 @@ class RunCheckpoints:
     def save(
         self, io: ShardCkptIO, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None
     ) -> None:
-        """Write Lightning's checkpoint dict; after an exception only if all ranks have it.
-
-        Collective: every rank must call it.
-        """
+        """Write Lightning's checkpoint dict; after an exception only if all ranks have it. Collective."""
 
         def save() -> None:
             check_loaded([self._trainer.lightning_module])
@@ -337,8 +329,7 @@ class RunCheckpoints:
     def _save_after_exception(self, save: Callable[[], None], wait: Callable[[], None]) -> None:
         """Save if all ranks have the exception; else, or if the save fails, only warn.
 
-        Collective for the ranks with an exception. Waits for asynchronous saves before and after, since the process may
-        end.
+        Waits for asynchronous saves before and after, since the process may end.
         """
         try:
             if not self._trainer.received_sigterm and self._all_have_it is None:

@@ -2,8 +2,7 @@
 
 A step is a method of a LightningModule or a function of a script. In a pipeline every rank gets the output, the logged
 values and the side effects of the last stage, so modules, callbacks and scripts see the same as on one process.
-Lightning's plugins and loops are passed as contexts. Its precision plugins, which see the gradients of one rank,
-unscale and clip by the gradients of all ranks.
+Lightning's precision plugins, which see the gradients of one rank, unscale and clip by the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -52,21 +51,13 @@ class _LogCall:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The output and the effects of a step on the last stage, which all ranks must know.
-
-    Attributes:
-        output: of the step.
-        changes: of modules outside of layers.
-        logged: for each run that counts, its share of the samples and its calls of ``log``.
-        should_stop: whether the step has asked the Trainer to stop.
-        groups: the numbers in param groups.
-    """
+    """The output and the effects of a step on the last stage, which all ranks must know."""
 
     output: Any
-    changes: list[Change]
-    logged: list[tuple[float, list[_LogCall]]]
-    should_stop: bool
-    groups: list[dict[str, Any]]
+    changes: list[Change]  # of modules outside of layers
+    logged: list[tuple[float, list[_LogCall]]]  # of each run that counts, with its share of the samples
+    should_stop: bool  # as the step has asked the Trainer
+    groups: list[dict[str, Any]]  # the numbers in param groups
 
 
 class StepCall:
@@ -113,11 +104,7 @@ class StepCall:
                 self._snapshot.restore()
 
     def loss(self, output: Any) -> Tensor | None:
-        """Return the loss in an output of the step.
-
-        Raises:
-            UnsupportedCodeError: if it is no tensor.
-        """
+        """Return the loss in an output of the step; raise an UnsupportedCodeError if it is no tensor."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             return None
@@ -207,8 +194,7 @@ class StepCall:
         if len(outputs) == 1:
             return first
         if not isinstance(first, Mapping):
-            losses = [self.loss(output) for output, _ in outputs]
-            return self._merge("the loss", losses, shares)
+            return self._merge("the loss", [self.loss(output) for output, _ in outputs], shares)
         return {key: self._merge(repr(key), [output[key] for output, _ in outputs], shares) for key in first}
 
     def _merge(self, name: str, values: list[Any], shares: list[float]) -> Any:
@@ -226,11 +212,7 @@ class StepCall:
 
 
 def _merge_logged(call: _LogCall, values: list[Any], weights: list[float]) -> Tensor:
-    """Return the value of a batch from those of microbatches, by ``reduce_fx`` of the call.
-
-    Raises:
-        UnsupportedCodeError: for a function that can't join them.
-    """
+    """Return the value of a batch from those of microbatches, by ``reduce_fx`` of the call."""
     stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
     reduce = call.kwargs.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
@@ -255,13 +237,8 @@ def _detach(value: Any) -> Any:
 
 
 def _encode(name: str, value: Any) -> Any:
-    """Return a value to be sent to other ranks; `from_portable` reverts it.
-
-    Raises:
-        UnsupportedCodeError: naming the value by ``name``, if it depends on modules of other stages.
-    """
-    placeholder = first_placeholder(value)
-    if placeholder is not None:
+    """Return a value, called ``name``, to be sent to other ranks; `from_portable` reverts it."""
+    if (placeholder := first_placeholder(value)) is not None:
         raise leak_error(name, placeholder)
     return to_portable(tree_map(_detach, value))
 
@@ -269,11 +246,7 @@ def _encode(name: str, value: Any) -> Any:
 class PipelinedSteps:
     """Runs the steps of one module in a pipeline.
 
-    Args:
-        module: the module.
-        pipeline: its pipeline.
-        device: of this rank.
-        scale: returns the later gradient of the loss, for schedules that run backward passes early.
+    ``scale`` returns the later gradient of the loss, for schedules that run backward passes early.
     """
 
     def __init__(
@@ -285,11 +258,7 @@ class PipelinedSteps:
         self._received_scales: list[Tensor] = []
 
     def run_method(self, module: pl.LightningModule, name: str, context: StepContext, batch: Any, *args: Any) -> Any:
-        """Run a step method of a LightningModule, each time in ``context``; see `run`.
-
-        Raises:
-            UnsupportedCodeError: for a step that takes an iterator of batches.
-        """
+        """Run a step method of a LightningModule, each time in ``context``; see `run`."""
         if isinstance(batch, Iterator):
             raise UnsupportedCodeError(
                 f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
@@ -322,11 +291,7 @@ class PipelinedSteps:
         return self._attach(output)
 
     def backward(self) -> None:
-        """Compute the gradients of the parameters, after the backward of the loss that `run` returned.
-
-        Raises:
-            UnsupportedCodeError: if the loss has another scale than early backward passes have assumed.
-        """
+        """Compute the gradients of the parameters, after the backward of the loss that `run` returned."""
         if len(self._received_scales) != 1:
             raise UnsupportedCodeError(
                 f"the loss of a pipelined training_step must go through exactly one backward, found "
@@ -380,8 +345,7 @@ def with_mean_loss(
 ) -> Callable[[], Any]:
     """Return a closure that returns the mean loss of all ranks, if the optimizer may use the loss; else ``closure``.
 
-    Among torch's optimizers, only L-BFGS uses it. ``mean`` averages over all data-parallel ranks, in place and
-    collectively.
+    Among torch's optimizers, only L-BFGS uses it. ``mean`` averages in place, and is collective.
     """
     if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
         return closure
@@ -394,11 +358,7 @@ def with_mean_loss(
 
 
 def refuse_unpipelined(trainer: pl.Trainer) -> None:
-    """Refuse what a pipeline stage cannot run, since it has a part of the module, after optimizers are set up.
-
-    Raises:
-        UnsupportedCodeError: for manual optimization, L-BFGS, and callbacks that average weights in a copy.
-    """
+    """Refuse manual optimization, L-BFGS and callbacks that average weights in a copy, when optimizers are set up."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise UnsupportedCodeError(
@@ -443,10 +403,9 @@ def unscale_shards(precision: object, device: torch.device) -> Callable[[], None
 
 
 def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -> Callable[[], None]:
-    """Make a Trainer's precision plugin clip gradients over all ranks; return the undo.
+    """Make a Trainer's precision plugin clip gradients by `clip_by_norm` and `clip_by_value`; return the undo.
 
-    Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it. ``ranks_of`` returns the number
-    of ranks that have a parameter or a part of it.
+    Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it.
     """
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
