@@ -61,9 +61,6 @@ def sibling_ranks(mesh: DeviceMesh) -> Tensor:
     return mesh._layout.remap_to_tensor(mesh._rank_map)
 
 
-# ── state dicts ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def has_own_state_dict(module: nn.Module) -> bool:
     """Return whether code of a module may give ``state_dict()`` other tensors than its parameters and buffers."""
     names = "state_dict", "_save_to_state_dict"

@@ -18,9 +18,6 @@ from lightning_shardckpt.system.random_generators import preserve_rng
 EndBatch = Callable[[], None]
 
 
-# ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def train_loaders(trainer: pl.Trainer) -> list[Any]:
     """Return the loaders of training, by ``_FitLoop._combined_loader``; none before Lightning has set them up."""
     loader = trainer.fit_loop._combined_loader
@@ -69,9 +66,6 @@ def is_stream_at_end(trainer: pl.Trainer) -> bool | None:
 
 def _evaluation_loop(trainer: pl.Trainer) -> Any:
     return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-
-
-# ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
@@ -163,9 +157,6 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
     Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
     return replace_attributes(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
-
-
-# ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:

@@ -74,9 +74,6 @@ optimizer_to_device = _optimizer_to_device
 """Moves the state of an optimizer to a device, except ``step``, which torch's optimizers keep on the CPU."""
 
 
-# ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
     """Make Lightning shuffle training batches only if the loader does; return the undo.
 
@@ -126,9 +123,6 @@ def keep_samplers_of(strategy: object) -> None:
     weakref.finalize(strategy, end).atexit = False
 
 
-# ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def construct_module(
     cls: type[Loadable], checkpoint: dict[str, Any], *, strict: bool | None, **hyper_parameters: Any
 ) -> Loadable:
@@ -168,9 +162,6 @@ def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:
 def receive_sigterm(trainer: pl.Trainer) -> None:
     """Make the Trainer raise SIGTERMException after the current batch, as if its own handler had got a SIGTERM."""
     trainer._signal_connector.received_sigterm = True
-
-
-# ── modules and metrics ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def set_device(module: torch.nn.Module, device: torch.device) -> None:
@@ -219,9 +210,6 @@ def intercept_fit(before: Callable[[pl.Trainer, dict[str, Any]], None]) -> Calla
     return replace_attributes(pl.Trainer, fit=fit)
 
 
-# ── torchmetrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class _GatherOver:
     """torchmetrics' gather over one group, which is shared by deep copies of metrics, since it can't be copied."""
 
@@ -253,9 +241,6 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
             metric.gather_all_tensors = before  # type: ignore[attr-defined]
 
     return undo
-
-
-# ── Fabric's guard of the backward ───────────────────────────────────────────────────────────────────────────────────
 
 
 def is_in_backward() -> bool:

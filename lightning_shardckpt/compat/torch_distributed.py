@@ -101,9 +101,6 @@ def _watched(
     return call
 
 
-# ── process groups and stores ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def group_of_name(name: str) -> dist.ProcessGroup:
     """Return the process group of a ``group_name``, which can be pickled and compared, unlike a group."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]

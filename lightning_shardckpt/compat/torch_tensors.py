@@ -109,9 +109,6 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-# ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that does not import torch.compile."""
 
@@ -174,8 +171,6 @@ def fake_tensors() -> Callable[[Sequence[int], torch.dtype], Tensor]:
 
     return make
 
-
-# ── trees ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # ``torch.utils._pytree`` has no public name. Any object but nested lists, tuples, dicts, named tuples and registered
 # classes is a leaf, ``None`` included; transformers registers its outputs and caches. A user's dataclass with tensors

@@ -89,13 +89,7 @@ def describe_trainer(checkpoint: dict[str, Any], position: Position, share: Data
 class RunCheckpoints:
     """The checkpoints of one fit, validate, test or predict. Construct it before the Trainer registers its handlers.
 
-    Args:
-        trainer: of the run.
-        launcher: has the path to resume from.
-        ranks: the ranks that save and load together.
-        share: this rank's part of the data.
-        before: those of the Trainer's last run.
-        tuning: has the timeout of an agreement after an exception that other ranks may not have.
+    ``before`` are those of the Trainer's last run.
 
     Attributes:
         has_left: True if the hooks after an exception are done.
@@ -171,19 +165,16 @@ class RunCheckpoints:
 
         def fit_source(source: Source) -> tuple[Source, list[str]]:
             source, problems = map_names(source, io.key_mapping)
-            if source.has_weights_only:
-                source, more = fit_names(source, module, names)
-                problems += more
-            return source, problems
+            source, more = fit_names(source, module, names) if source.has_weights_only else (source, [])
+            return source, problems + more
 
         drain_all()
         weights_only = self._launcher.weights_only if weights_only is None else weights_only
-        is_safe = weights_only is not False
         result = load(
             file_path(path),
             replace(targets, fit_source=fit_source, objects=[module]),
             ranks=self._ranks,
-            options=replace(io.load_options, strict=module.strict_loading, weights_only=is_safe),
+            options=replace(io.load_options, strict=module.strict_loading, weights_only=weights_only is not False),
             pick_rank=self._share.source_rank,
             storage=io.storage,
         )
@@ -278,7 +269,7 @@ class RunCheckpoints:
             signal.signal(signal.SIGTERM, handler)
         with ExitStack() as undo:
             undo.callback(skip_sigterm_broadcast(trainer))
-            undo.callback(watch_end(trainer, self._end_at))
+            undo.callback(watch_end(trainer, partial(setattr, self, "ended_at")))
             if self._resume is not None:
                 undo_resume, validates = self._resume()
                 undo.callback(undo_resume)
@@ -288,9 +279,6 @@ class RunCheckpoints:
                 begin_loaders(trainer)
             self._loaders_wait = False
             return undo.pop_all().close
-
-    def _end_at(self, position: Position) -> None:
-        self.ended_at = position
 
     def end(self) -> None:
         """Keep the position at the end of a fit. Call it before Lightning shuts the loaders down."""
@@ -333,8 +321,8 @@ class RunCheckpoints:
         """
         try:
             if not self._trainer.received_sigterm and self._all_have_it is None:
-                phase, timeout_s = "agreeing on a last checkpoint", self._tuning.exception_agreement_s
-                self._ranks.step(phase, lambda: None, lambda _: None, timeout_s=timeout_s)
+                timeout_s = self._tuning.exception_agreement_s
+                self._ranks.step("agreeing on a last checkpoint", lambda: None, lambda _: None, timeout_s=timeout_s)
             try:
                 wait()
             except Exception as error:  # on all ranks; the last checkpoint must be saved anyway
