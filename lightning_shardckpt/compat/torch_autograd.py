@@ -18,7 +18,7 @@ from lightning_shardckpt.compat.torch_modules import replace_attributes
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running in this thread. Relies on ``torch._C._current_graph_task_id``."""
+    """Return whether a backward pass is running in this thread."""
     return int(torch._C._current_graph_task_id()) != -1
 
 

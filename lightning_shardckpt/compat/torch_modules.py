@@ -20,10 +20,7 @@ from torch.optim import Optimizer
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Put ``mixin`` before the class of one module, as FSDP does, under the same class name and ``__module__``.
-
-    Relies on ``__class__`` being assignable for classes of the same memory layout.
-    """
+    """Put ``mixin`` before the class of one module, as FSDP does, under the same class name and ``__module__``."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
@@ -31,10 +28,8 @@ def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
     """Replace the call of one module by ``call(original, *args, **kwargs)``, with hooks inside of ``original``.
 
-    The module's class stays unchanged. Copies of the module are not intercepted.
-
-    Relies on ``nn.Module.__call__`` reading ``_compiled_call_impl`` of the instance, which ``module.compile`` sets. A
-    module whose class overrides ``__call__`` gets another class.
+    Copies of the module are not intercepted. Relies on ``nn.Module.__call__`` reading ``_compiled_call_impl`` of the
+    instance, which ``module.compile`` sets. A module whose class overrides ``__call__`` gets another class.
     """
     if type(module).__call__ is nn.Module.__call__:
         original = module._compiled_call_impl or _WeakMethod(module, nn.Module._call_impl)
@@ -73,10 +68,9 @@ class _Intercepted(nn.Module):
 
 
 def withhold_state(module: nn.Module, asked: Callable[[], object]) -> None:
-    """Make a module neither save nor load state, and stay on its device.
+    """Make a module neither save nor load state, and stay on its device, by methods of the instance.
 
-    ``asked`` is called on ``state_dict`` of this module itself, but not of a module that contains it. Relies on
-    ``state_dict``, ``load_state_dict`` and ``to`` looking up these methods in the instances.
+    ``asked`` is called on ``state_dict`` of this module itself, but not of a module that contains it.
     """
     module.__dict__["_save_to_state_dict"] = lambda destination, prefix, keep_vars: prefix or asked()
     module.__dict__["_load_from_state_dict"] = lambda *args, **kwargs: None
@@ -89,10 +83,7 @@ def withholds_state(module: nn.Module) -> bool:
 
 
 def reset_method(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method by which a module initializes its parameters, or None.
-
-    Relies on ``_reset_parameters`` of ``nn.MultiheadAttention`` and ``nn.Transformer``, which have no public one.
-    """
+    """Return the method by which a module initializes its parameters, or None; that of some of torch is private."""
     methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
     return next(filter(callable, methods), None)
 
@@ -280,8 +271,7 @@ While a compiled function runs, the callback compiles the functions that it call
 def skip_folders(folders: Iterable[str]) -> None:
     """Make torch.compile run functions of these folders uncompiled; functions that they call are compiled.
 
-    Does nothing while ``torch._dynamo`` is not imported, which is slow, and without which nothing is compiled. Relies
-    on ``trace_rules.SKIP_DIRS``, and on the regular expression that is made from it.
+    Does nothing while ``torch._dynamo`` is not imported, which is slow, and without which nothing is compiled.
     """
     rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
     if rules is not None and (missing := [folder for folder in folders if folder not in rules.SKIP_DIRS]):
@@ -302,11 +292,8 @@ def has_compiled(root: nn.Module) -> bool:
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a wrapper of ``torch.compile(module)``; None for other modules.
-
-    Relies on the class name, so that ``torch._dynamo`` need not be imported.
-    """
-    original: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else None
+    """Return the module inside a wrapper of ``torch.compile(module)``; None for other modules."""
+    original: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else None  # no slow import
     return original  # type: ignore[no-any-return]  # a module
 
 

@@ -161,8 +161,7 @@ def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:
         compared = epoch, batches
 
         def refuse_difference(every: list[int]) -> None:
-            least, most = min(every), max(every)
-            if least != most:
+            if (least := min(every)) != (most := max(every)):
                 places = every.index(least), least, every.index(most), most
                 raise UnsupportedCodeError(unequal_batches_text(epoch, *places))
 
