@@ -23,24 +23,8 @@ if TYPE_CHECKING:
     from lightning_shardckpt.pytorch import ShardedStrategy
     from lightning_shardckpt.strategy.pretrained import Pretrained
 
-__all__ = [
-    "ShardedStrategy",
-    "FSDP",
-    "Pipeline",
-    "Pretrained",
-    "ShardCkptIO",
-    "FollowedMetrics",
-    "load_from_checkpoint",
-    "save",
-    "save_async",
-    "load",
-    "wait",
-    "load_keys",
-    "metadata",
-    "full_state_dict",
-    "merge",
-]
-
+__all__ = ["ShardedStrategy", "FSDP", "Pipeline", "Pretrained", "ShardCkptIO", "FollowedMetrics", "full_state_dict"]
+__all__ += ["load_from_checkpoint", "save", "save_async", "load", "wait", "load_keys", "metadata", "merge"]
 _HOMES = {
     "ShardedStrategy": "pytorch",
     "FSDP": "parallel.sharding.fsdp",

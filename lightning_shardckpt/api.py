@@ -1,7 +1,6 @@
 """Save and load the objects of a plain torch script, without a Trainer or Fabric.
 
-The state is a flat dict of modules, optimizers, other objects with a state dict, lists of these, and nested state of
-tensors and plain values; see ``checkpoint.describe`` for how each is stored. The checkpoints have the format of
+The state is a flat dict; see ``checkpoint.describe`` for how its values are stored. The checkpoints have the format of
 ``ShardedStrategy``: each loads the other's model and optimizers.
 """
 
@@ -72,10 +71,8 @@ def save(
         prefix: prepended to the names of parameters and buffers.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable before this returns; otherwise a machine crash can destroy it.
-        replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
-            rank's.
-        process_group: the ranks that save together; by default all, or this process alone without
-            ``torch.distributed``.
+        replicas: ``"same"`` requires that ranks with the same tensor have equal values; ``"first"`` stores the first's.
+        process_group: the ranks that save together; by default all.
         storage_options: for URLs, by fsspec's names; see ``ShardCkptIO``.
 
     Raises:
@@ -152,10 +149,7 @@ def _save(
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every ``save_async`` is complete, and raise the failure of a save on every rank, once.
-
-    Collective: every rank of ``process_group`` must call it.
-    """
+    """Wait for saves, and raise a failure once. Collective: every rank of ``process_group`` must call it."""
     group = _group_of(process_group)
     group.background.settle(group.ranks)
     _warn(group, group.background.notes())
@@ -185,8 +179,7 @@ def load(
     model}`` loads only the weights; plain state is returned.
 
     Args:
-        path: a checkpoint of ``save``, ``ShardedStrategy`` or Fabric, or a file of ``torch.save`` with Lightning's
-            keys.
+        path: a checkpoint, or a file of ``torch.save`` with Lightning's keys.
         state: see ``save``. A single module takes the single stored one under any key; several are matched by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are matched by their keys, or in
             order. Without a state, the whole checkpoint is returned with whole tensors on the CPU, not collectively.
@@ -199,8 +192,8 @@ def load(
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
-        weights_only: as in ``torch.load``, for a file of ``torch.save`` and for objects that were pickled with
-            ``ShardCkptIO(pickle_objects=True)``. False executes code in them.
+        weights_only: False executes code in a file of ``torch.save`` and in objects that were pickled with
+            ``ShardCkptIO(pickle_objects=True)``.
 
     Returns:
         The checkpoint's state besides its modules and optimizers and the entries of ``state``.
@@ -208,8 +201,8 @@ def load(
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: with ``strict``, listing all differences.
-        CorruptionError: naming file, tensor and rank. Modules and optimizers that are filled in part then refuse to be
-            used or saved until they are loaded in full.
+        CorruptionError: naming file, tensor and rank. What is filled in part refuses to be used or saved until it is
+            loaded in full.
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)

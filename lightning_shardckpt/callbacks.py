@@ -19,9 +19,8 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_runs import intercept_fit, set_default_root_dir
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path
-from lightning_shardckpt.storage.run_folder import LOGGED
+from lightning_shardckpt.storage.run_folder import LOGGED, RunFolder
 from lightning_shardckpt.system.text import count_text, list_some
-from lightning_shardckpt.tools.follow import Run
 from lightning_shardckpt.tools.prove_resume import VARIABLE
 
 _LOOK_S, _LAST_LOOK_S = 30.0, 1.0  # between two looks, in training and at its end
@@ -43,21 +42,21 @@ class FollowedMetrics(Callback):
 
     def __init__(self, run_dir: str | os.PathLike[str] | None = None, *, wait_s: float = 300.0) -> None:
         self._run_dir, self._wait_s, self._next_look = run_dir, wait_s, 0.0
-        self._runs = list[Run]()  # on rank 0, in a fit
+        self._runs = list[RunFolder]()  # on rank 0, in a fit
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the follower that the training goes on."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set late
             return
-        storage = getattr(trainer.strategy.checkpoint_io, "storage", None)
-        storage = storage if isinstance(storage, StorageRouter) else StorageRouter()
+        io = trainer.strategy.checkpoint_io
+        storage = io.storage if isinstance(io, ShardCkptIO) else StorageRouter()
         savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         given = [saver.dirpath for saver in savers] if self._run_dir is None else [self._run_dir]
         folders = dict.fromkeys(absolute_path(folder) for folder in given if folder is not None)
-        self._runs = [Run(folder, storage) for folder in folders]
+        self._runs = [RunFolder(folder, storage) for folder in folders]
         for run in self._runs:
-            run.folder.set_ended(False)
+            run.set_ended(False)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -67,17 +66,14 @@ class FollowedMetrics(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the follower that the training has ended, wait for it, and log the rest.
-
-        The strategy has waited for asynchronous saves.
-        """
+        """Tell the follower that the training has ended, wait for it, and log the rest; all saves are complete."""
         deadline, missing = time.monotonic() + self._wait_s, list[str]()
         for run in self._runs:
-            run.folder.set_ended(True)
+            run.set_ended(True)
         while self._runs:
-            followed = [run.folder.is_followed() for run in self._runs]  # before the look: its last work is seen
+            followed = [run.is_followed() for run in self._runs]  # before the look: its last work is seen
             self._log(trainer)
-            pending = [run.pending(run.folder.evaluations()) for run in self._runs]
+            pending = [run.pending(run.evaluations()) for run in self._runs]
             missing = [saved["path"] for saveds in pending for saved in saveds]
             if time.monotonic() >= deadline or not any(map(all, zip(followed, pending, strict=True))):
                 break
@@ -92,11 +88,11 @@ class FollowedMetrics(Callback):
         """Log the evaluations that no training has logged. After an error of the storage, look again later."""
         for run in self._runs:
             try:
-                done = {f"{one['save_id']} {one['start']}": one for one in run.folder.evaluations() if "status" in one}
-                logged = run.folder.lines(LOGGED)
+                done = {f"{one['save_id']} {one['start']}": one for one in run.evaluations() if "status" in one}
+                logged = run.lines(LOGGED)
                 new = {key: one for key, one in done.items() if key not in logged}
                 if new:
-                    run.folder.add_lines(LOGGED, new)
+                    run.add_lines(LOGGED, new)
             except OSError as error:
                 rank_zero_warn(f"looking again for evaluations: {error}")
                 continue
@@ -144,7 +140,8 @@ class ProofCallback(Callback):
             arguments["ckpt_path"] = f"{self._folder}/middle.ckpt"
         files = f"{self._folder}/{self._run}/files"
         set_default_root_dir(trainer, files)
-        trainer.loggers = [_StandInLogger(files) for _ in trainer.loggers]
+        stand_in = type("StandInLogger", (DummyLogger,), {"save_dir": files})  # for code that asks where to write
+        trainer.loggers = [stand_in() for _ in trainer.loggers]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -174,16 +171,3 @@ class ProofCallback(Callback):
         io = trainer.strategy.checkpoint_io
         io.wait() if isinstance(io, ShardCkptIO) else io.teardown()  # ends a thread that saves
         trainer.strategy.barrier(name)
-
-
-class _StandInLogger(DummyLogger):
-    """Takes the place of a logger, with the directory for code that asks where to write; sends nothing anywhere."""
-
-    def __init__(self, directory: str) -> None:
-        super().__init__()
-        self._directory = directory
-
-    @property
-    @override
-    def save_dir(self) -> str:
-        return self._directory

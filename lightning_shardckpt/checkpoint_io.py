@@ -1,7 +1,7 @@
-"""``ShardCkptIO``, the CheckpointIO of Lightning and Fabric for sharded checkpoints.
+"""``ShardCkptIO``, the CheckpointIO of Lightning and Fabric, translates their calls and dicts to ``checkpoint/``.
 
-Translates Lightning's calls and dicts to those of ``checkpoint/``. ``attach`` sets the ranks and the module; without
-it, this is the CheckpointIO of one of Lightning's own strategies, which call it on rank 0 alone.
+``attach`` sets the ranks and the module; without it, this is the CheckpointIO of one of Lightning's own strategies,
+which call it on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -210,9 +210,8 @@ class ShardCkptIO(CheckpointIO):
             self._warn(self._group.background.notes())
 
     def _warn(self, notes: Iterable[str]) -> None:
-        if self._group.ranks.rank == 0:
-            for note in notes:
-                warnings.warn(note, stacklevel=3)
+        for note in notes if self._group.ranks.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
 
     # --- load ---
 
@@ -259,8 +258,6 @@ class ShardCkptIO(CheckpointIO):
             )
             self._warn([note])
         return checkpoint
-
-    # --- remove ---
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint, the link or the plain file at ``path``, if there is one.

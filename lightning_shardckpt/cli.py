@@ -28,8 +28,6 @@ from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.text import count_text
 
 PROGRAM = "python -m lightning_shardckpt"
-_COMPARING_TOOLS = ("diff", "prove-resume")
-"""Tools whose exit status 1 is a result; a problem has status 2."""
 
 
 def console(*arguments: str) -> NoReturn:
@@ -67,7 +65,7 @@ def _status(tool: str, options: Namespace) -> int:
             raise
         message = f"{type(error).__name__}: {error}"
     print(f"{PROGRAM} {tool}: {message}", file=sys.stderr)
-    return 2 if tool in _COMPARING_TOOLS else 1
+    return 2 if tool in ("diff", "prove-resume") else 1  # whose exit status 1 is a result
 
 
 def _parser() -> ArgumentParser:
@@ -87,8 +85,7 @@ def _parser() -> ArgumentParser:
         return own.add_argument
 
     path = {"type": str, "help": "the checkpoint: a directory or a URL"}
-    names = "only tensors whose name matches this or has it, all of them: '*' lists long tables in full"
-    tensors = {"type": str, "metavar": "PATTERN", "help": names}
+    tensors = {"type": str, "metavar": "PATTERN", "help": "only names that match or have this; '*' lists all rows"}
 
     inspect = add("inspect", "lists the contents of a checkpoint; reads its indexes only")
     inspect("path", **path)
@@ -100,12 +97,10 @@ def _parser() -> ArgumentParser:
 
     digest = add("digest", "prints digests of tensors and of the whole, equal on every topology and in every format")
     digest("path", type=str, help="the checkpoint, of any format that is read, or a URL")
-    naming = "huggingface: the model as an export names and splits it"
-    digest("--names", type=Literal["stored", "huggingface"], default="stored", help=naming)
+    digest("--names", type=Literal["stored", "huggingface"], default="stored", help="as stored, or as in an export")
     digest("--tensors", **tensors)
 
-    about = "lists the differences of two checkpoints; exit status: 0 if all tensors are the same, 1 if some differ, 2 "
-    diff = add("diff", f"{about}for trouble")
+    diff = add("diff", "lists the differences of two checkpoints; exit status: 0 if all tensors are the same, 1 if not")
     diff("a", **path)
     diff("b", type=str, help="another one")
     diff("--tensors", **tensors)
@@ -121,35 +116,26 @@ def _parser() -> ArgumentParser:
     merge("--last", type=int | None, metavar="K", help="merge the last K checkpoints of the run")
     merge("--overwrite", action="store_true", help="replace an existing checkpoint")
 
-    about = "runs a training straight, and resumed from its middle, and names what differs at the end; exit status: 0 "
-    prove = add("prove-resume", f"{about}if nothing differs, 1 if something does, 2 if a run fails", urls=False)
-    script = "after --: a training script and its arguments, or a program that starts one, such as torchrun"
-    prove("command", type=str, nargs="+", help=script)
+    about = "runs a training straight, and resumed from its middle; exit status: 0 if the ends are the same, 1 if not"
+    prove = add("prove-resume", about, urls=False)
+    prove("command", type=str, nargs="+", help="after --: a training script, or a program that starts one")
     prove("--steps", type=int, default=8, help="batches of training; half of them before the checkpoint")
-    more = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
-    prove("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=more)
-    output = "a new folder for outputs and checkpoints; by default a temporary one, kept if the runs differ"
-    prove("-o", "--output", type=str | None, help=output)
+    prove("--resumed_args", type=str, default="", metavar="ARGUMENTS", help="in quotes: more, for the resumed run")
+    prove("-o", "--output", type=str | None, help="a new folder, by default a temporary one, kept if the runs differ")
 
-    about = "runs a command for each checkpoint of a training, while it goes on, and records the results in "
-    following = add("follow", f"{about}evaluations.jsonl; exit status: 0, or 1 if a command failed", json=False)
+    following = add("follow", "runs a command for each checkpoint of a training while it goes on", json=False)
     following("run_dir", type=str, help="the folder in which the training saves, or its URL")
-    placeholder = "after --: a program and its arguments, in which {} becomes the path of the checkpoint"
-    following("command", type=str, nargs="+", help=placeholder)
+    following("command", type=str, nargs="+", help="after --: a program and its arguments; {} becomes the path")
     following("--newest", action="store_true", help="skip all but the newest of the checkpoints that wait")
     following("--once", action="store_true", help="don't wait for more checkpoints")
-    interval = "seconds between two looks for checkpoints"
-    following("--interval", dest="interval_s", type=float, default=10.0, metavar="SECONDS", help=interval)
+    following("--interval", dest="interval_s", type=float, default=10.0, metavar="SECONDS", help="between two looks")
 
-    about = "converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors"
-    export = add("consolidate", about, json=False)
+    export = add("consolidate", "converts a checkpoint to a file for `torch.load()`, or to safetensors", json=False)
     export("checkpoint_folder", **path)
-    default = "by default the name of the checkpoint with '.consolidated' appended"
-    export("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
+    export("--output_file", type=str, help="file or directory; by default the checkpoint's name with '.consolidated'")
     export("--overwrite", action="store_true", help="replace the output of an earlier run, atomically")
-    formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
-    suffix = "by default torch, or safetensors by the suffix of the output"
-    export("--format", type=Format | None, help=f"{formats}; {suffix}")
+    formats = "for torch.load; whole tensors; a directory for transformers or PEFT; by default by the output's suffix"
+    export("--format", type=Format | None, help=formats)
     export("--split", type=Split | None, help="of safetensors, one_file by default; chunks have an index")
     export("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     export("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")

@@ -1,7 +1,4 @@
-"""``ShardedStrategy`` and ``ShardCkptIO`` of Fabric, with hooks in the order in which a script calls them.
-
-``parallel/`` shards modules and runs steps; ``strategy/`` has the code that both strategies share.
-"""
+"""``ShardedStrategy`` and ``ShardCkptIO`` of Fabric, with hooks in the order in which a script calls them."""
 
 from __future__ import annotations
 
@@ -29,14 +26,7 @@ from lightning_shardckpt.checkpoint.describe import WRAPPED, NestedObjects, chec
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
-from lightning_shardckpt.compat.lightning_runs import (
-    FabricScriptLauncher,
-    disable_backward_guard,
-    gather_metrics_over,
-    is_in_backward,
-    keep_samplers_of,
-    optimizer_to_device,
-)
+from lightning_shardckpt.compat import lightning_runs
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.world import raise_if_lost
@@ -58,10 +48,7 @@ __all__ = ["ShardCkptIO", "ShardedStrategy"]
 
 
 class ShardCkptIO(TrainerCkptIO):
-    """The ``ShardCkptIO`` of Fabric, for states of Fabric with state dicts in the places of objects.
-
-    Takes the arguments of ``lightning_shardckpt.ShardCkptIO``.
-    """
+    """``lightning_shardckpt.ShardCkptIO`` for states of Fabric with state dicts in the places of objects."""
 
     _is_fabric = True
 
@@ -69,12 +56,8 @@ class ShardCkptIO(TrainerCkptIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the saved state, as Fabric's own strategies distribute it.
-
-        Collective with ``use_async``, since only rank 0 may have pending saves: every rank must call it.
-        Arguments and errors are as in ``lightning_shardckpt.ShardCkptIO``.
-        """
-        if self.is_async and dist.is_available() and dist.is_initialized():
+        """Return the saved state. Collective with ``use_async``: every rank must call it."""
+        if self.is_async and dist.is_available() and dist.is_initialized():  # only rank 0 may have pending saves
             drain_all()
             any_rank(False)
         return super().load_checkpoint(path, map_location, weights_only)
@@ -111,7 +94,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert self.cluster_environment is not None
         is_alone = self.num_processes * self._num_nodes == 1  # a notebook, say
         if not is_alone and not self.cluster_environment.creates_processes_externally:
-            self._launcher = FabricScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+            self._launcher = lightning_runs.FabricScriptLauncher(
+                self.cluster_environment, self.num_processes, self._num_nodes
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -119,14 +104,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._meshes is not None:
             return
         self._setup_distributed()
-        keep_samplers_of(self)
+        lightning_runs.keep_samplers_of(self)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         self._enable_async()
         reset_numbers()
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
         if self.meshes.data_parallel_group.size() < self.world_size:  # metrics would count replicas of samples, too
-            undo = gather_metrics_over(self.meshes.data_parallel_group, nn.Module())
+            undo = lightning_runs.gather_metrics_over(self.meshes.data_parallel_group, nn.Module())
             weakref.finalize(self, undo).atexit = False  # Fabric has no teardown
         unscale_shards(self.precision, self.root_device)
 
@@ -165,7 +150,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
         rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
         if not self._recipe.fsdp.cpu_offload:
-            optimizer_to_device(optimizer, self.root_device)
+            lightning_runs.optimizer_to_device(optimizer, self.root_device)
         return optimizer
 
     # --- steps ---
@@ -231,7 +216,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         call = StepCall("the step function", step, pipeline, batch, train=torch.is_grad_enabled())
         self._running, self._stepped = sharded, None
         try:
-            with disable_backward_guard() if pipeline.backward_early else nullcontext():
+            with lightning_runs.disable_backward_guard() if pipeline.backward_early else nullcontext():
                 output = steps.run(call)
         except BaseException:
             steps.reset()
@@ -271,10 +256,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     # --- checkpoints ---
 
     def wait(self) -> None:
-        """Wait for asynchronous saves, and raise their errors.
-
-        Collective: every rank must call it. Otherwise the next save raises the errors, or Python prints them at exit.
-        """
+        """Wait for asynchronous saves, and raise their errors. Collective: every rank must call it."""
         self.checkpoint_io.wait()
 
     @override
@@ -313,28 +295,16 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Fill live objects in place from a checkpoint of any topology; without a state, return the whole checkpoint.
-
-        Collective: every rank must call it.
-        """
+        """Fill objects in place; without a state, return the whole checkpoint. Collective: every rank must call it."""
         path, io = self.broadcast(path), self.checkpoint_io
         self.reshard()
         if not state and not isinstance(state, nn.Module | Optimizer):
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         states = state if isinstance(state, dict) else {"state": state}
-
-        def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
-            self._refuse_stored_metrics(objects.root)
-            return self._names(objects)
-
-        nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
-        remainder, result = nested.run(
-            file_path(path),
-            self._ranks,
-            options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
-            storage=io.storage,
-        )
+        options = replace(io.load_options, strict=strict, weights_only=weights_only is not False)
+        nested = NestedLoad(states, key_mapping=io.key_mapping, name=self._names, keep_parameters=True)
+        remainder, result = nested.run(file_path(path), self._ranks, options=options, storage=io.storage)
         for note in result.notes:
             rank_zero_warn(note)
         return remainder if isinstance(state, dict) else {}
@@ -345,6 +315,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         A pipeline stage has a part of a module: the names are those of the whole. Without modules in the state, they
         are those of the modules whose parameters its optimizers have; the names of several start with numbers.
         """
+        self._refuse_stored_metrics(objects.root)
         ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
         roots = [one.root for one in self._sharded if any(id(p) in ids for p in one.root.parameters())]
         holders = NestedObjects({(number,): root for number, root in enumerate(roots)})
@@ -365,7 +336,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 def _refuse_other_backward(root: weakref.ref[nn.Module], gradient: Tensor) -> None:
     """Raise an UnsupportedCodeError in a backward that accumulates gradients outside of ``fabric.backward``."""
     module = root()
-    if is_in_backward() or module is None:
+    if lightning_runs.is_in_backward() or module is None:
         return
     if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
         raise UnsupportedCodeError(
@@ -375,12 +346,7 @@ def _refuse_other_backward(root: weakref.ref[nn.Module], gradient: Tensor) -> No
 
 
 class ShardedForward(nn.Module):
-    """Runs the forward of a sharded module, inside FSDP's hooks.
-
-    Args:
-        sharded: the module.
-        running: returns the module whose pipeline is running a step.
-    """
+    """Runs the forward of a sharded module in FSDP's hooks; ``running`` returns the one whose pipeline runs a step."""
 
     def __init__(self, sharded: ShardedModule, running: Callable[[], ShardedModule | None]) -> None:
         super().__init__()

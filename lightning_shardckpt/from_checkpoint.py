@@ -1,7 +1,4 @@
-"""``load_from_checkpoint``: construct a LightningModule or LightningDataModule from a sharded checkpoint.
-
-Lightning's own method of that name calls no CheckpointIO, so it can't read sharded checkpoints.
-"""
+"""``load_from_checkpoint`` constructs a module from a sharded checkpoint; Lightning's own calls no CheckpointIO."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.checkpoint import is_torch_file, load_full
+from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
 from lightning_shardckpt.compat.lightning_runs import Loadable, construct_module
 from lightning_shardckpt.errors import MismatchError, StateError
@@ -39,9 +36,9 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Return a module with the hyper-parameters and weights of a checkpoint, on one device. Not collective.
 
-    The counterpart of ``LightningModule.load_from_checkpoint`` for a sharded checkpoint of any topology. Waits
-    for asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out keep the values
-    that ``__init__`` or ``configure_model`` gave them.
+    The counterpart of ``LightningModule.load_from_checkpoint``. Waits for asynchronous saves of this process. Frozen
+    parameters that a checkpoint of adapters leaves out keep the values that ``__init__`` or ``configure_model`` gave
+    them.
 
     Args:
         cls: the class to construct.
@@ -50,8 +47,7 @@ def load_from_checkpoint(
         strict: require that all names match; the module's ``strict_loading`` by default.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
-        weights_only: as in ``torch.load``, for a plain file and for objects that were pickled with
-            ``ShardCkptIO(pickle_objects=True)``; True by default. False executes code in them.
+        weights_only: False executes code in a plain file and in objects that were pickled with ``pickle_objects``.
         kwargs: hyper-parameters that replace the stored ones.
 
     Raises:
@@ -59,15 +55,8 @@ def load_from_checkpoint(
         MismatchError: for a checkpoint of adapters, listing missing tensors other than those it leaves out.
     """
     drain_all()
-    path = file_path(checkpoint_path)
-    if is_torch_file(path):
-        file: Any = path
-        if weights_only is not None:
-            kwargs["weights_only"] = weights_only
-        location: Any = map_location or "cpu"
-        return cls.load_from_checkpoint(file, map_location=location, strict=strict, **kwargs)  # type: ignore[return-value]
+    path, is_safe = file_path(checkpoint_path), weights_only is not False
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    is_safe = weights_only is not False
     checkpoint = load_full(path, map_location, optimizers=False, weights_only=is_safe, storage=storage)
     checkpoint = as_trainer_checkpoint(checkpoint, path, fitting=False)
     checkpoint["optimizer_states"] = []  # for hooks that go over them

@@ -1,7 +1,7 @@
 """Lazy access to checkpoints: list their contents and read parts, without a process group.
 
-Names and shapes are available without torch. Tensors of the model have their own names; the names of others begin with
-``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``.
+Names and shapes need no torch. Tensors of the model have their own names; the names of others begin with ``optimizer/``
+or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Description of a checkpoint.
-
-    Attributes:
-        tensors: the tensors by name, the model's first; each name of a tied tensor has an entry.
-        step, epoch, world_size, topology, software: information for people; None for checkpoints of other programs.
-    """
+    """Description of a checkpoint: its tensors by all of their names, and what only those of this package tell."""
 
     tensors: dict[str, TensorInfo]
     step: int | None = None
@@ -100,8 +95,6 @@ def load_keys(
         KeyError: listing all missing names with similar existing ones, before anything is read.
         CorruptionError: naming file, tensor and rank.
     """
-    if isinstance(keys, str):
-        raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     names = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as opened:
         if missing := [_describe_missing(name, opened) for name in dict.fromkeys(names) if name not in opened]:
@@ -148,14 +141,9 @@ class LazyTensor(TensorInfo):
         return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a slice, and return it as a new tensor on the CPU. Reads only the blocks that the slice touches.
+        """Return a slice as a new tensor on the CPU. Only the blocks that it touches are read and verified.
 
-        Args:
-            index: integers, slices with positive steps, and at most one ``...``, as for a tensor; ``[...]`` reads all.
-
-        Raises:
-            IndexError: if the index is out of range or not supported.
-            CorruptionError: naming file, tensor and rank.
+        The index has integers, slices with positive steps and at most one ``...``, as for a tensor.
         """
         import torch  # imported here, since names and shapes don't need it
 

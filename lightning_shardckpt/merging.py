@@ -36,7 +36,6 @@ from lightning_shardckpt.system.text import list_some, progress
 _log = logging.getLogger(__name__)
 MERGED = "merged"
 """Key of trainer state that describes a merge: its inputs, their weights, and the tensors that are not averages."""
-_LISTED = 50
 _KEPT = (*HYPER_PARAMETERS, "hparams_name", "datamodule_hparams_name", "epoch", "global_step", VERSION, KEYS)
 _DOCUMENTS = ("model", "versions", "frozen", "peft", "huggingface")
 
@@ -71,8 +70,8 @@ def merge(
     Raises:
         ValueError: if there are fewer than two paths, or not as many weights, or they are not finite or cancel out.
         MismatchError: listing all differences of names, shapes and kinds of dtypes.
-        CheckpointNotFoundError: if a path has no complete checkpoint; describes its content.
-        CorruptionError: naming file, tensor and rank of corrupted data. Nothing is left of the output.
+        CheckpointNotFoundError: if a path has no complete checkpoint.
+        CorruptionError: naming file, tensor and rank. Nothing is left of the output.
         FileExistsError: if something exists at ``output`` and ``overwrite`` is not set.
     """
     factors = [1.0] * len(paths) if weights is None else [float(weight) for weight in weights]
@@ -110,13 +109,7 @@ def merge(
 def last_checkpoints(
     folder: str | os.PathLike[str], count: int, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return the paths of the last complete checkpoints of a run, by their steps, the newest first.
-
-    Links to others, copies and results of ``merge`` are not counted.
-
-    Raises:
-        CheckpointNotFoundError: if there are fewer.
-    """
+    """Return the paths of the last complete checkpoints of a run by step, without copies and results of ``merge``."""
     storage, found = StorageRouter(storage_options=storage_options), dict[str, tuple[int, str]]()
     for path in sorted(RunFolder(folder, storage).list_complete()):
         with open_checkpoint(path, storage) as one:
@@ -129,15 +122,8 @@ def last_checkpoints(
     return newest
 
 
-# ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _match(paths: Sequence[str], models: Sequence[Mapping[str, LazyTensor]]) -> dict[str, list[LazyTensor]]:
-    """Return the tensor of each model by stored name of the first one.
-
-    Raises:
-        MismatchError: listing differences of names, shapes, kinds of dtypes and ties.
-    """
+    """Return the tensor of each model by stored name of the first one, or raise an error that lists differences."""
     first, problems = models[0], list[str]()
     if not first:
         raise MismatchError(f"checkpoint {paths[0]!r} has no module: state dicts that were saved alone are not merged")
@@ -158,7 +144,7 @@ def _match(paths: Sequence[str], models: Sequence[Mapping[str, LazyTensor]]) -> 
                 problems.append(f"{path!r}: {name} is {shown}, expected {expected.dtype} {expected.shape}")
         problems += (f"{path!r}: {name} is unexpected" for name in sorted(unmatched))
     if problems:
-        listed = list_some(problems, _LISTED, between="\n  ")
+        listed = list_some(problems, 50, between="\n  ")
         raise MismatchError(f"these checkpoints can't be merged with {paths[0]!r}:\n  {listed}")
     return inputs
 
@@ -170,9 +156,6 @@ def _kind(tensor: LazyTensor) -> str:
 
 def _is_averaged(tensor: LazyTensor) -> bool:
     return tensor.dtype.startswith(("F", "BF", "C"))
-
-
-# ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _average(tensors: Sequence[LazyTensor], factors: Sequence[float]) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""``ShardedStrategy`` of the Trainer: Lightning's hooks in the order of their calls.
-
-``parallel/`` shards modules and runs steps; ``strategy/`` has the code around the hooks that both strategies share.
-"""
+"""``ShardedStrategy`` of the Trainer: Lightning's hooks in the order of their calls."""
 
 from __future__ import annotations
 
@@ -24,18 +21,9 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.checkpoint import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat import lightning_runs
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_begun, is_accumulating
-from lightning_shardckpt.compat.lightning_runs import (
-    gather_metrics_over,
-    keep_order_of_training,
-    optimizer_to_device,
-    receive_sigterm,
-    set_device,
-    set_device_mesh,
-    syncs_batch_norms,
-    wrap_actions,
-)
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, current_world
 from lightning_shardckpt.errors import TopologyError
@@ -81,9 +69,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     Every rank must read and change them in the same way. If the shard axis has size 1, parameters are plain tensors,
     and gradients are averaged.
 
-    Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
-    topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.
-    "Limitations" in the documentation lists what was tested on which devices.
+    Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32;
+    ``bf16-true`` and ``64-true`` convert the module before it is sharded.
     """
 
     is_distributed = True  # Lightning recognizes its own strategies by class; others need this to get a sampler
@@ -153,7 +140,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._meshes is None:
             self._meshes = self._new_meshes()
         assert isinstance(self._launcher, JoiningLauncher)
-        set_device_mesh(self._module, self._meshes.user)
+        lightning_runs.set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
         share, before = DataShare.of(self._meshes), self._run
         self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, before, tuning=self.tuning)
@@ -197,7 +184,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self._undo_setup.close()  # of a setup that had no teardown
-        self._undo_setup.callback(keep_order_of_training(trainer))
+        self._undo_setup.callback(lightning_runs.keep_order_of_training(trainer))
         self._refuse_stored_metrics(self._module)
         reset_numbers()
         if self.topology.world_size > 1:
@@ -206,10 +193,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._sharded, self._pipelined = [sharded], None
         self._checks = StepChecks(trainer, self.meshes, of_steps=sharded.pipeline is None)
         if sharded.pipeline is not None:
-            self._pipelined = PipelinedSteps(self._module, sharded.pipeline, self.root_device, self._loss_scale)
+
+            def loss_scale() -> float:
+                return scaler_factor(self.precision_plugin) / trainer.accumulate_grad_batches
+
+            self._pipelined = PipelinedSteps(self._module, sharded.pipeline, self.root_device, loss_scale)
         self.model = self._module
         if self.topology.world_size > 1:
-            self._undo_setup.callback(gather_metrics_over(self.meshes.data_parallel_group, self._module))
+            self._undo_setup.callback(lightning_runs.gather_metrics_over(self.meshes.data_parallel_group, self._module))
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # DTensors need version counters: no_grad instead
@@ -223,15 +214,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._undo_setup.callback(unscale_shards(self.precision_plugin, self.root_device))
         if fitting and not self._recipe.fsdp.cpu_offload:
             for optimizer in self.optimizers:
-                optimizer_to_device(optimizer, self.root_device)
+                lightning_runs.optimizer_to_device(optimizer, self.root_device)
         self.barrier()
         self._checkpoints.restore()
         if sharded.pipeline is not None:
-            self._undo_setup.callback(wrap_actions(trainer.profiler, user_code))  # type: ignore[attr-defined]  # set late
+            self._undo_setup.callback(lightning_runs.wrap_actions(trainer.profiler, user_code))  # type: ignore[attr-defined]  # set late
 
     def _shard(self) -> ShardedModule:
         module = self.precision_plugin.convert_module(self._module)
-        if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
+        if lightning_runs.syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, self.meshes.data_parallel_group)  # type: ignore[no-untyped-call]  # torch's
         build, self._build, restores = self._build, Build(), self._checkpoints.restores
         sharded = self._shard_module(
@@ -248,14 +239,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
                 broadcast_rng(group)
         return sharded
 
-    def _loss_scale(self) -> float:
-        """Return the factor by which Lightning multiplies the loss."""
-        return scaler_factor(self.precision_plugin) / self._trainer.accumulate_grad_batches
-
     @override
     def model_to_device(self) -> None:
         """Set the device that Lightning records, and move metrics; sharding has placed parameters and buffers."""
-        set_device(self._module, self.root_device)
+        lightning_runs.set_device(self._module, self.root_device)
         for module in self._module.modules():
             if isinstance(module, Metric):
                 module.to(self.root_device)
@@ -279,7 +266,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_told = self._checkpoints.is_told
         if is_told if self._is_alone else self._agreement.should_stop(is_told, self.meshes, self.tuning):
             self._checkpoints.is_told = False
-            receive_sigterm(self._trainer)
+            lightning_runs.receive_sigterm(self._trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -346,8 +333,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         group = None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure, group) as gradients, user_code(False):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
-
-    # --- other ranks ---
 
     @property
     @override
@@ -468,8 +453,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._compare_ranks(parameters=True, draws=self._checks.draws)
         if is_accumulating(self._trainer):  # it ended before the last of the accumulated batches
             self.sharded.gradients.finish_passes()
-
-    # --- objects of Lightning ---
 
     @property
     def _module(self) -> pl.LightningModule:

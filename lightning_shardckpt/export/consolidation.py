@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
-from lightning_shardckpt.export.whole_files import (
-    Format,
-    Options,
-    Split,
-    is_replaceable,
-    plan_adapters,
-    plan_safetensors,
-    write,
-)
+from lightning_shardckpt.export import whole_files
 from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
@@ -44,8 +36,8 @@ def consolidate(
     checkpoint_folder: str | os.PathLike[str],
     output_file: str | os.PathLike[str] | None = None,
     *,
-    format: Format | None = None,
-    split: Split | None = None,
+    format: whole_files.Format | None = None,
+    split: whole_files.Split | None = None,
     size_per_shard: float | None = None,
     optimizer: bool | None = None,
     dtype: str | None = None,
@@ -90,8 +82,8 @@ def consolidate(
         CorruptionError: naming file, tensor and rank.
     """
     is_named = output_file is not None and os.fspath(output_file).endswith(_SAFETENSORS)
-    chosen: Format = format or ("safetensors" if is_named else "torch")
-    options = Options(chosen, split, size_per_shard, optimizer, dtype, KeyMapping.of(key_mapping))
+    chosen: whole_files.Format = format or ("safetensors" if is_named else "torch")
+    options = whole_files.Options(chosen, split, size_per_shard, optimizer, dtype, KeyMapping.of(key_mapping))
     source = file_path(checkpoint_folder).rstrip("/")
     if output_file is None:
         name = Path(source.rpartition("/")[2] if is_url(source) else os.path.abspath(source))
@@ -105,29 +97,29 @@ def consolidate(
     with closing(stored):
         _check_output(output, options, overwrite)
         if options.format == "peft":
-            export = plan_adapters(stored)
+            export = whole_files.plan_adapters(stored)
         elif options.format == "torch":
             from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
 
             export = plan_torch(stored, options)
         else:
-            export = plan_safetensors(stored, options)
+            export = whole_files.plan_safetensors(stored, options)
         if options.format != "peft" and (frozen := stored.document("frozen")):
             export.notes.append(
                 f"{stored.path} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the "
                 "output. `load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
             )
-        replaceable = is_replaceable if overwrite and not options.is_file else lambda path: overwrite
+        replaceable = whole_files.is_replaceable if overwrite and not options.is_file else lambda path: overwrite
         opened = open_output(output, is_file=options.is_file, replaceable=replaceable)
         nbytes = sum(tensor.nbytes for file in export.files for tensor in file.tensors)
         with progress(nbytes) as advance, opened as (create, notes):
-            write(export, create, advance)
+            whole_files.write(export, create, advance)
     for note in (*export.notes, *notes):
         _log.warning(note)
     return Path(output)
 
 
-def _check_output(output: str, options: Options, overwrite: bool) -> None:
+def _check_output(output: str, options: whole_files.Options, overwrite: bool) -> None:
     """Check that ``output`` is free or may be replaced, and not inside a checkpoint."""
     if os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
@@ -139,7 +131,7 @@ def _check_output(output: str, options: Options, overwrite: bool) -> None:
             f" `--output_file` or move/delete the file first: {output}"
         )
     is_directory = os.path.isdir(output) and not os.path.islink(output)
-    if options.is_file == is_directory or (is_directory and not is_replaceable(output)):
+    if options.is_file == is_directory or (is_directory and not whole_files.is_replaceable(output)):
         expected = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
@@ -156,8 +148,7 @@ def export_beside(path: str, storage: StorageRouter) -> list[str]:
     Runs on one rank, also off the main thread.
 
     Raises:
-        StateError: if the saved module has no model of transformers.
-        ValueError: if it has adapters that are not merged, or several models.
+        StateError, ValueError: if the saved module has no model of transformers, several, or adapters.
         CheckpointNotFoundError: if the checkpoint was replaced meanwhile.
     """
     with Checkpoint(storage, path) as checkpoint:
@@ -173,14 +164,14 @@ def export_beside(path: str, storage: StorageRouter) -> list[str]:
                 "its module has no model of transformers; `python -m lightning_shardckpt.consolidate --format "
                 "safetensors` converts any checkpoint"
             )
-        export = plan_safetensors(stored, Options(format="huggingface"))
+        export = whole_files.plan_safetensors(stored, whole_files.Options(format="huggingface"))
         if is_url(path):
             with _objects(storage.objects(path), f"{path}/{EXPORT_FOLDER}", check_current) as create:
-                write(export, create)
+                whole_files.write(export, create)
         else:
             folder = os.path.join(path, EXPORT_FOLDER)
             with open_output(folder, is_file=False, replaceable=lambda folder: True) as (create, _):
-                write(export, create)
+                whole_files.write(export, create)
                 check_current()
     return export.notes
 

@@ -1,8 +1,7 @@
 """Plan of a file for ``torch.load``, with selection, renaming and dtypes.
 
-The file of a Trainer's checkpoint has Lightning's keys. The file of a nested dict of objects has the keys of the dict,
-like a file of plain Fabric. ``torch.save`` writes it without the bytes of its tensors, which are then filled in; so it
-has no checksums of zip. Values that ``torch.load`` would refuse by default become plain ones.
+The file has Lightning's keys, or those of a nested dict of objects. ``torch.save`` writes it without the bytes of its
+tensors, which are then filled in; so it has no checksums of zip.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import zipfile
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,7 @@ _LOCAL_HEADER_BYTES = 30  # of a record of a zip archive, before its name and it
 
 
 def plan_torch(source: Source, options: Options) -> Export:
-    """Plan a file that ``torch.load`` reads by default.
-
-    Raises:
-        MismatchError: if names collide, or an option matches no tensor.
-    """
+    """Plan a file that ``torch.load`` reads by default, or raise a MismatchError as ``Options.select``."""
     export, make = Export(source := options.select(source)), fake_tensors()
     stored = dict[int, tuple[torch.Tensor, OutputTensor]]()  # by id of the fake tensor
 
@@ -49,9 +45,7 @@ def plan_torch(source: Source, options: Options) -> Export:
         stored[id(fake)] = fake, one
         return fake
 
-    def decode_plain(value: Any) -> Any:
-        return decode(value, refuse_tensor, makes_configs=False)
-
+    decode_plain = partial(decode, stored=refuse_tensor, makes_configs=False)
     state = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
     changed = list[str]()
     if len({one.spec.holders for one in source.table.get("model", {}).values()}) > 1:  # pipeline stages
@@ -131,8 +125,6 @@ def sort_by_layer(params: list[str]) -> list[str]:
     return ordered
 
 
-# ── plain values ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
 _VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
 _MAX_INT_BITS = 2000  # weights_only=True reads no integer of 256 bytes or more
 _LOADABLE = (type(None), bool, float, str, complex, bytes, torch.dtype, torch.device)
@@ -143,8 +135,7 @@ def to_plain(value: Any, path: str, changed: list[str]) -> Any:
     """Return a value converted to types that ``torch.load`` reads by default; containers are copied.
 
     Subclasses of containers become the containers, frozensets sets, deques lists, numpy arrays tensors, and all other
-    objects text. Values that the checkpoint lacks are left out; in a list, None replaces them. Descriptions of the
-    values that differ, with their paths, are added to ``changed``.
+    objects text. Values that the checkpoint lacks are left out. What differs is added to ``changed``, with its path.
     """
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)

@@ -1,8 +1,7 @@
 """Plans of whole tensors in files for other programs, and one function that writes them all.
 
-A plan is a choice of names over the stored tensors, and a few documents; it has read nothing. A file is begun without
-the bytes of its tensors, which are then filled in. Here are the plans of safetensors files: of a model and its
-optimizers, a model of transformers, adapters of PEFT. torch is needed only if dtypes are converted.
+A plan has read no tensor. A file is begun without the bytes of its tensors, which are then filled in. Here are the
+plans of safetensors files; torch is needed only if dtypes are converted.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
+from urllib.parse import quote
 
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, OutputTensor, build_header
@@ -38,7 +38,6 @@ _TAKES: dict[str, set[str]] = {
     "peft": set(),
 }
 _ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
-_SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
 _OPTIMIZER = "optimizer.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WRITER = {"writer": "lightning-shardckpt"}  # in every safetensors file that a later export may replace
@@ -47,11 +46,7 @@ _WRITER_ENTRY, _HEAD_BYTES = json.dumps(_WRITER, separators=(",", ":"))[1:-1].en
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of an export; ``consolidate`` describes them.
-
-    Raises:
-        ValueError: if a value is unknown, or options contradict each other.
-    """
+    """Options of an export, as ``consolidate`` describes them; unknown and contradicting ones are ValueErrors."""
 
     format: Format = "torch"
     split: Split | None = None
@@ -94,11 +89,7 @@ class Options:
         return DTYPES[self.dtype] if self.dtype is not None and is_floating else dtype
 
     def select(self, stored: Source) -> Source:
-        """Return the stored state under the names of the output, without what is left out.
-
-        Raises:
-            MismatchError: if entries of the mapping match no name, or give a name several times.
-        """
+        """Return the stored state under the names of the output, or raise a MismatchError of the mapping."""
         selected, problems = map_names(stored, self.key_mapping, optimizers=None if self.has_optimizer else ())
         if problems:
             raise MismatchError(f"{stored.path!r}: " + "\n  ".join(problems))
@@ -106,12 +97,9 @@ class Options:
 
 
 class WholeFile(NamedTuple):
-    """A file with tensors.
+    """A file with tensors in any order, whose sources are in the table of the export.
 
-    Attributes:
-        name: of the file, which may contain slashes.
-        tensors: in any order; their sources are in the table of the export.
-        begin: writes everything but the tensors into the empty file of a descriptor, and returns where each begins.
+    ``begin`` writes all but the tensors into the empty file of a descriptor, and returns where each begins.
     """
 
     name: str
@@ -134,11 +122,7 @@ class Export:
         return OutputTensor(name or key, dtype or spec.dtype, spec.shape, (component, key))
 
     def add(self, name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str]) -> None:
-        """Add a safetensors file; the widest elements come first, so that every tensor is aligned.
-
-        Raises:
-            FormatError: naming a tensor that safetensors cannot hold.
-        """
+        """Add a safetensors file; the widest elements come first, so that every tensor is aligned."""
         ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
         if ordered and ordered[0].dtype == "C128":
             raise FormatError(
@@ -163,11 +147,7 @@ def write(
 ) -> None:
     """Write all files of an export, the config last; tensors are read, verified, converted and written by windows.
 
-    Args:
-        export: the plan.
-        create: creates a file.
-        advance: called with the number of bytes that were written.
-        window_bytes: memory for tensors.
+    ``advance`` is called with the number of bytes that were written.
     """
     for name, tensors, begin in export.files:
         with create(name) as file:
@@ -212,16 +192,12 @@ def is_replaceable(directory: str) -> bool:
     return bool(others or not paths)
 
 
-# ── safetensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def plan_safetensors(stored: Source, options: Options) -> Export:
-    """Plan the files of an export, and their contents.
+    """Plan the files of a model and its optimizers, or of a model of transformers.
 
     Raises:
         ValueError: if no tensor is selected, or state that is wanted is not stored.
         MismatchError: if an option matches no tensor, or names collide.
-        FormatError: naming a tensor that safetensors cannot hold.
     """
     export = Export(source := options.select(stored))
     if "model" not in source.table:
@@ -274,15 +250,12 @@ def _add_model(export: Export, stored: Source, model: Mapping[str, Any], options
 def _add_files(
     stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
 ) -> None:
-    """Add the files of a model or an optimizer to an export, and their index if there may be several.
-
-    ``ties``, for the metadata, are the names under which tensors are written, by further names.
-    """
+    """Add the files of a model or an optimizer to an export, their index if there are several, and ties as metadata."""
     limit = int((options.size_per_shard or _SIZE_PER_SHARD) * MB) if options.files == "chunks" else sys.maxsize
     groups, names = _group_by_size(tensors, limit), [f"{stem}.safetensors"]
     if options.files == "one_file_per_tensor":
         groups = [[tensor] for tensor in tensors]
-        names = [_name_tensor_file(stem, tensor.name) for tensor in tensors]
+        names = [f"{stem}.{quote(tensor.name, safe='')}.safetensors" for tensor in tensors]
     elif (count := len(groups)) > 1:  # by the convention of Hugging Face
         names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     for name, group in zip(names, groups, strict=True):
@@ -314,22 +287,8 @@ def _group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[Out
     return groups
 
 
-def _name_tensor_file(stem: str, tensor: str) -> str:
-    """Return the file name of a single tensor; unique per tensor even on case-insensitive file systems.
-
-    >>> _name_tensor_file("model", "a.b-c"), _name_tensor_file("model", "A/b")
-    ('model.a.b%2Dc.safetensors', 'model.%41%2Fb.safetensors')
-    """
-    safe = "".join(c if c in _SAFE and not c.isupper() else "".join(f"%{b:02X}" for b in c.encode()) for c in tensor)
-    return f"{stem}.{safe}.safetensors"
-
-
 def plan_adapters(stored: Source) -> Export:
-    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for adapters other than "default".
-
-    Raises:
-        FormatError: if the checkpoint has no adapters, only a part of one, or those of several models.
-    """
+    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for adapters other than "default"."""
     export, where, document = Export(stored), f"checkpoint {stored.path!r}", stored.document("peft")
     if document is None:
         raise FormatError(f"{where} has no adapters of PEFT: no {PEFT}, which is saved with a module that PEFT wrapped")

@@ -15,23 +15,29 @@ A deletion writes ``remove-…`` before it reads ``follower``, and the follower 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.format.index import ROOT_NAME, root_from_json
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local_files import open_output, write_at
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, check_writable, is_url
 
+_log = logging.getLogger(__name__)
 HOLD_S = 120.0  # of which each renewal is in the first tenth; clocks of hosts may differ by the rest
 EVALUATIONS, LOGGED = "evaluations.jsonl", ".follow/logged"
 _FOLDER, _FOLLOWER, _ENDED, _REMOVE = ".follow", ".follow/follower", ".follow/ended", "remove-"
+Saved: TypeAlias = dict[str, Any]
+"""A complete checkpoint as ``evaluations.jsonl`` names it: its ``path``, ``step`` and ``save_id``."""
 
 
 class RunFolder:
@@ -39,6 +45,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
         self.path, self._storage = absolute_path(path).rstrip("/"), storage
+        self._saved = cache(self._read_root)
         check_writable(self.path)
         self._objects = storage.objects(self.path) if is_url(self.path) else None
 
@@ -63,6 +70,30 @@ class RunFolder:
                     root = os.stat(os.path.join(path, ROOT_NAME))
                     found[path] = f"{root.st_ino} {root.st_mtime_ns} {root.st_size}"
         return found
+
+    def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[Saved]:
+        """Return the complete checkpoints without an evaluation, by step; each save once, its root index is read once.
+
+        A ``last*`` is left out if its step was also saved under another name.
+        """
+        found = [saved for item in self.list_complete().items() if (saved := self._saved(*item)) is not None]
+        found.sort(key=lambda one: (one["step"] or 0, one["path"]))
+        others = {one["step"] for one in (*found, *evaluations) if not _is_copy(one)}
+        pending = {one["save_id"]: one for one in reversed(found) if not (_is_copy(one) and one["step"] in others)}
+        done = {one["save_id"] for one in evaluations}
+        return [one for one in found if pending.get(one["save_id"]) is one and one["save_id"] not in done]
+
+    def _read_root(self, path: str, tag: str) -> Saved | None:
+        """Return the checkpoint at a path; ``tag`` changes with it."""
+        try:
+            with closing(self._storage.open(path)) as reader:
+                root = root_from_json(read_all(reader, ROOT_NAME), f"checkpoint {path!r}, file {ROOT_NAME}")
+                return {"path": path, "step": root.step, "save_id": root.save_id}
+        except FileNotFoundError:  # deleted meanwhile
+            return None
+        except (ShardCkptError, EOFError, ValueError) as error:
+            _log.warning("not evaluated: %s", error)
+            return None
 
     def lines(self, name: str) -> list[Any]:
         """Return the lines of ``EVALUATIONS`` or ``LOGGED``, without those that somebody has edited."""
@@ -177,6 +208,11 @@ class RunFolder:
         else:
             with open_output(path, is_file=True, replaceable=lambda path: True) as (create, _), create("") as file:
                 write_at(file, memoryview(content), 0)
+
+
+def _is_copy(saved: Mapping[str, Any]) -> bool:
+    """Return True for a ``last*``: ModelCheckpoint(save_last=True) saves a second checkpoint of the same step."""
+    return re.match(r"last\b", os.path.basename(saved["path"])) is not None
 
 
 def _request_of(name: str) -> str:

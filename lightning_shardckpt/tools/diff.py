@@ -43,13 +43,12 @@ def diff(
     Args:
         a: a checkpoint.
         b: another one.
-        tensors: compare only tensors and values whose name matches this pattern (``*``, ``?``, ``[…]``) or contains
-            this text.
+        tensors: only tensors and values whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is no checkpoint.
-        CorruptionError: naming file, tensor and rank of corrupted data.
+        CorruptionError: naming file, tensor and rank.
         ValueError: if no name matches ``tensors``.
     """
     with (
@@ -92,9 +91,6 @@ def _about(checkpoint: Checkpoint) -> dict[str, str]:
 def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]]:
     """Return both values of names whose values differ."""
     return {name: [a.get(name), b.get(name)] for name in {**a, **b} if a.get(name) != b.get(name)}
-
-
-# ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list[dict[str, Any]]:
@@ -146,9 +142,6 @@ def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
     return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def render(report: dict[str, Any], everything: bool = False) -> str:
     """Return the result of ``diff`` as text for people, the tensors that differ most first."""
     limit, blocks = None if everything else LISTED, [f"A  {report['a']}\nB  {report['b']}"]
@@ -157,10 +150,10 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         blocks += [table((title, "A", "B"), rows, limit=limit)] if rows else []
     ordered = sorted(report["tensors"], key=lambda t: (t["component"], -(t["relative"] or 0.0)))
     header = ("tensor", "A", "B", "", "largest", "relative")
-    rows = [
-        (t["name"], _spec_text(t["a"]), _spec_text(t["b"]), t["kind"], *(_number_text(t[k]) for k in header[-2:]))
-        for t in ordered
-    ]
+    rows = list[Any]()
+    for t in ordered:
+        numbers = ("" if t[name] is None else f"{t[name]:.3g}" for name in header[-2:])
+        rows.append((t["name"], _spec_text(t["a"]), _spec_text(t["b"]), t["kind"], *numbers))
     blocks += [table(header, rows, header[-2:], limit=limit)] if rows else []
     counts = Counter(t["kind"] for t in ordered)
     listed = [f", {counts[kind]:,} {kind}" for kind in ("different", "changed", "removed", "added") if counts[kind]]
@@ -169,10 +162,6 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
 
 def _spec_text(spec: dict[str, Any] | None) -> str:
     return _ABSENT if spec is None else f"{spec['dtype']} {shape_text(spec['shape'])}"
-
-
-def _number_text(number: float | None) -> str:
-    return "" if number is None else f"{number:.3g}"
 
 
 def _cut(text: str | None) -> str:

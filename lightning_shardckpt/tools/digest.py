@@ -1,7 +1,6 @@
 """Digests that are equal on every topology and in every format: ``python -m lightning_shardckpt digest PATH``.
 
 Every byte is read and verified. A tensor's digest is the xxh3-64 of its bytes; FORMAT.md defines the others.
-Checkpoints of this package need no torch.
 """
 
 from __future__ import annotations
@@ -54,10 +53,9 @@ def digest(
 ) -> dict[str, Any]:
     """Return digests of a checkpoint, as values that JSON can hold: 16 hexadecimal digits each.
 
-    Equal state has equal digests on any topology, and in any format that is read (DCP, Lightning, a file of
-    ``torch.save``, Hugging Face). ``components`` has the digests of ``model`` and ``optimizer``, of all their tensors
-    under all names; ``optimizer_values`` covers the rest of the optimizers' state (steps, param groups); ``whole``
-    covers these three. ``tensors`` does not change them.
+    Equal state has equal digests on any topology, and in any format that is read. ``components`` has the digests of
+    ``model`` and ``optimizer``, of all their tensors under all names; ``optimizer_values`` covers the rest of the
+    optimizers' state; ``whole`` covers these three. ``tensors`` does not change them.
 
     Args:
         path: a checkpoint of this package or of another program, or a URL.
@@ -67,9 +65,8 @@ def digest(
 
     Raises:
         CheckpointNotFoundError: if there is no checkpoint.
-        CorruptionError: naming file, tensor and rank of corrupted data.
-        ValueError: for Hugging Face names of a checkpoint without a model of transformers, or if no name matches
-            ``tensors``.
+        CorruptionError: naming file, tensor and rank.
+        ValueError: for Hugging Face names without a model of transformers, or if no name matches ``tensors``.
     """
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
@@ -88,10 +85,9 @@ def digest(
             component: [(one.name, one.dtype, one.shape, digests[*one.source, one.box]) for one in every]
             for component, every in outputs.items()
         }
-        every = {component: component_digest(own) for component, own in rows.items()}
-        components = dict(every)
-        if names == "stored" and (document := stored.document("optimizer")):
-            every["optimizer_values"] = values_digest(_values(document))
+        components = {component: component_digest(own) for component, own in rows.items()}
+        document = stored.document("optimizer") if names == "stored" else None
+        values = {"optimizer_values": values_digest(_values(document))} if document else {}
         listed = [
             {"component": component, "name": name, "dtype": dtype, "shape": list(shape), "digest": of}
             for component, own in rows.items()
@@ -105,20 +101,20 @@ def digest(
             "tensors": listed,
             "components": components,
             "counts": {component: len(own) for component, own in rows.items()},
-            "optimizer_values": every.get("optimizer_values"),
-            "whole": checksum(_line(every)),
+            "optimizer_values": values.get("optimizer_values"),
+            "whole": checksum(_line(components | values)),
         }
 
 
 def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
     """Return the tensors of each component, under each of their names."""
-    outputs = dict[str, list[OutputTensor]]()
     if names == "huggingface":
         keys = (component := stored.component("model")).names
         model = hf_directory.pick_model(stored.document("huggingface"), keys)
         if model is None:
             raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
         return {"model": list(hf_directory.list_tensors(model, keys, component))}
+    outputs = dict[str, list[OutputTensor]]()
     for name in filter(stored.table.__contains__, _DIGESTED):
         component = stored.component(name)
         specs = ((new, key, component.tensors[key]) for new, key in component.names.items())

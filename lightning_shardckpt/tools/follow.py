@@ -1,15 +1,13 @@
 """Run a command for each complete checkpoint of a training, ``shardckpt follow RUN_DIR -- python eval.py {}``.
 
-A checkpoint is complete if it has a root index, and is known by the id of its save, so a copy of it is not evaluated
-again. ``evaluations.jsonl`` beside the checkpoints says what was evaluated, to the next follower, too. Training and
-follower communicate by ``storage.run_folder`` alone: they may run on different machines, and end at any time.
+A checkpoint is known by the id of its save, so a copy of it is not evaluated again. Training and follower communicate
+by ``storage.run_folder`` alone: they may run on different machines, and end at any time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,62 +18,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, partial
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, RankError, ShardCkptError
+from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.storage.run_folder import EVALUATIONS, RunFolder
-from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.storage.run_folder import EVALUATIONS, RunFolder, Saved
 
 _GRACE_S = 10.0  # for an interrupted command to end
 _SETTLE_S = 1.0  # a deletion that did not see this follower is over by then
 _RENEW_S = 10.0  # between two signs of life
 # Starts a command that gets SIGTERM when this process ends, however it ends (1 is PR_SET_PDEATHSIG).
 _START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
-
-Saved: TypeAlias = dict[str, Any]
-"""A complete checkpoint as ``evaluations.jsonl`` names it: its ``path``, ``step`` and ``save_id``."""
-
-
-class Run:
-    """The complete checkpoints of a run, and which of them are to be evaluated. A root index is read once per save.
-
-    Args:
-        path: the folder of the checkpoints, which may not exist yet, or its URL.
-        storage: with the options for URLs.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], storage: StorageRouter) -> None:
-        self.folder, self._storage, self._saved = RunFolder(path, storage), storage, cache(self._read)
-
-    def pending(self, evaluations: Sequence[Mapping[str, Any]]) -> list[Saved]:
-        """Return the checkpoints without an evaluation, by step; each save once.
-
-        A ``last*`` is left out if its step was also saved under another name.
-        """
-        found = [saved for item in self.folder.list_complete().items() if (saved := self._saved(*item)) is not None]
-        found.sort(key=lambda one: (one["step"] or 0, one["path"]))
-        others = {one["step"] for one in (*found, *evaluations) if not _is_copy(one)}
-        pending = {one["save_id"]: one for one in reversed(found) if not (_is_copy(one) and one["step"] in others)}
-        done = {one["save_id"] for one in evaluations}
-        return [one for one in found if pending.get(one["save_id"]) is one and one["save_id"] not in done]
-
-    def _read(self, path: str, tag: str) -> Saved | None:
-        """Return the checkpoint at a path; ``tag`` changes with it."""
-        try:
-            with Checkpoint(self._storage, path) as checkpoint:
-                return {"path": path, "step": checkpoint.root.step, "save_id": checkpoint.root.save_id}
-        except CheckpointNotFoundError:  # deleted meanwhile
-            return None
-        except ShardCkptError as error:
-            _say(f"not evaluated: {error}")
-            return None
-
-
-def _is_copy(saved: Mapping[str, Any]) -> bool:
-    """Return True for a ``last*``: ModelCheckpoint(save_last=True) saves a second checkpoint of the same step."""
-    return re.match(r"last\b", os.path.basename(saved["path"])) is not None
 
 
 def follow(
@@ -95,8 +49,7 @@ def follow(
     as metrics the last line of the output that is a JSON object.
 
     Args:
-        run_dir: the folder of the checkpoints, such as ``dirpath`` of a ModelCheckpoint, or its URL. It may not exist
-            yet.
+        run_dir: the folder of the checkpoints, which may not exist yet, or its URL.
         command: ``{}`` in its arguments becomes the path of the checkpoint. A script ``*.py`` runs in this Python.
         newest: evaluate only the newest of several checkpoints that wait; record the others as skipped.
         once: evaluate the checkpoints that are there, and don't wait for more.
@@ -109,7 +62,6 @@ def follow(
     Raises:
         ValueError: if no argument has ``{}``, or nothing can be written to ``run_dir``.
         FileNotFoundError: if there is no such program, or with ``once`` no folder.
-        OSError: if an evaluation can't be recorded.
         RankError: if another process has begun to follow the run.
     """
     if not any("{}" in argument for argument in command):
@@ -117,8 +69,8 @@ def follow(
     command = [sys.executable, *command] if command[0].endswith(".py") else command
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]!r} to run")
-    run = Run(run_dir, StorageRouter(storage_options=storage_options))
-    folder, process, failures = run.folder, f"process {os.getpid()} of {os.uname().nodename!r}, begun {_now()}", 0
+    folder, failures = RunFolder(run_dir, StorageRouter(storage_options=storage_options)), 0
+    process = f"process {os.getpid()} of {os.uname().nodename!r}, begun {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
 
     def hold(checkpoint: str | None = None) -> None:
         """Say that this process is alive, and evaluates a checkpoint."""
@@ -144,7 +96,7 @@ def follow(
                     hold()
                     notes = folder.remove_requested()
                     is_over = once or folder.has_ended()  # before the look, so that nothing is saved after it
-                    pending = run.pending(evaluations)
+                    pending = folder.pending(evaluations)
                 except OSError as error:
                     if once:
                         raise
@@ -160,7 +112,7 @@ def follow(
                     [{**one, "skipped": True} for one in pending[:-1] if newest],
                 )
                 hold(name := os.path.basename(saved["path"]))
-                if not folder.is_requested(saved["path"]) and saved in run.pending(evaluations):
+                if not folder.is_requested(saved["path"]) and saved in folder.pending(evaluations):
                     results.append(_evaluate(command, saved, partial(hold, name)))
                     failures += results[-1]["status"] != 0
                     hold(name)
@@ -179,7 +131,7 @@ def _evaluate(command: Sequence[str], saved: Saved, renew: Callable[[], None]) -
     """Run the command for a checkpoint, and print its output; return what is recorded."""
     command = [argument.replace("{}", saved["path"]) for argument in command]
     _say(f"step {saved['step']}: {shlex.join(command)}")
-    start, began = _now(), time.monotonic()
+    start, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-IS", "-c", _START, *command],
@@ -217,10 +169,6 @@ def _evaluate(command: Sequence[str], saved: Saved, renew: Callable[[], None]) -
     result = "done" if status == 0 else f"failed with status {status}"
     _say(f"step {saved['step']}: {result} in {seconds:.0f} s")
     return {**saved, "start": start, "seconds": seconds, "status": status, "metrics": metrics}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _say(*texts: str) -> None:

@@ -111,9 +111,6 @@ def aliases_by_key(component: Component) -> dict[str, list[str]]:
     return names
 
 
-# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def render(report: dict[str, Any], everything: bool = False) -> str:
     """Return the result of ``inspect`` as text for people, long tables in full with ``everything``."""
     limit, axes = None if everything else LISTED, [f"{axis} {size}" for axis, size in report["topology"].items()]

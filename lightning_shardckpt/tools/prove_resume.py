@@ -30,8 +30,7 @@ VARIABLE = "SHARDCKPT_PROVE_RESUME"
 """The variable of the environment with the arguments of the callback, as JSON."""
 _NO_FIT = (
     "it trained fewer batches in the first fit of a Trainer of Lightning. Give the command that trains, with its "
-    "arguments, or fewer --steps. Fabric's loops, and a Python that ignores PYTHONPATH (-I, -E), are not seen: save at "
-    "the end of a straight and of a resumed run, and compare both by `python -m lightning_shardckpt diff A B`."
+    "arguments, or fewer --steps. Fabric's loops, and a Python that ignores PYTHONPATH (-I, -E), are not seen"
 )
 
 
@@ -84,9 +83,9 @@ def prove_resume(
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.
         steps: batches of training on each rank, over epochs; the checkpoint is saved after half of them.
-        resumed_args: further arguments for the resumed run only, such as options of another topology. Tensors of
-            model and optimizers are then compared within 1e-4, and nothing else.
-        output: a new or empty folder, which is kept; by default a temporary folder, which is kept if the runs differ.
+        resumed_args: further arguments for the resumed run. On another topology, only tensors of model and optimizers
+            are compared, within 1e-4.
+        output: a new or empty folder, which is kept; by default a temporary one, which is kept if the runs differ.
         timeout_s: seconds for each of the two runs.
 
     Raises:

@@ -1,7 +1,6 @@
 """Verification of a checkpoint, byte by byte: ``python -m lightning_shardckpt verify PATH``. No torch.
 
-The root index determines the boxes and files of a checkpoint, the rank indexes the places of boxes in files, which the
-headers of shard files repeat; checksums cover everything. All findings are collected.
+The root index determines the boxes, the rank indexes their places in files, which the headers of shard files repeat.
 """
 
 from __future__ import annotations
@@ -142,10 +141,7 @@ def _check_indexes(checkpoint: Checkpoint, findings: list[Finding]) -> list[Rank
 
 
 def _check_file(checkpoint: Checkpoint, quick: bool, file: tuple[RankIndex, FileInfo]) -> list[Finding]:
-    """Return the differences of a shard file from its index: in its size, its header and the data of its tensors.
-
-    Runs in several threads, each for other files.
-    """
+    """Return the differences of a shard file from its index, in size, header and data. Runs in several threads."""
     (index, info), findings, reader = file, list[Finding](), checkpoint.reader
     own = ((key, entry) for key, every in index.shards.items() for entry in every if entry.file == info.name)
     entries = dict(sorted(own, key=lambda item: item[1].begin))
