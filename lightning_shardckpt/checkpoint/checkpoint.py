@@ -71,22 +71,14 @@ def save(
 ) -> Future[None] | None:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
-    Collective: every rank of ``group`` must call it, with the same path. An existing checkpoint at the path stays
-    loadable until the new one replaces it. Sentences for the user are added to ``group.background.notes``.
+    Collective: every rank of ``group`` must call it, with the same path: of a directory that does not exist yet, is
+    empty, or is a checkpoint, which stays loadable until the new one replaces it. ``describe`` returns this rank's
+    state; it is called once, and its errors reach all ranks. Sentences for the user are added to
+    ``group.background.notes``.
 
-    Args:
-        path: a directory that does not exist yet, is empty, or is a checkpoint.
-        describe: returns this rank's state; called once, its errors reach all ranks.
-        group: the ranks that save together.
-        run: step, epoch and topology, for the root index.
-        options: the options of the save.
-        storage: of ``path``; by default the file system, or an object store for a URL.
-        in_background: wait until the save before is written, and return when the state is copied to host memory; the
-            thread of ``group.background`` writes and commits it. Its error is raised by ``Background.settle``, which
-            the next such save calls.
-
-    Returns:
-        With ``in_background``, a future that is done when the checkpoint is complete on all ranks.
+    With ``in_background``, it waits until the save before is written, and returns a future when the state is copied to
+    host memory. The thread of ``group.background`` writes and commits it. Its error is raised by ``Background.settle``,
+    which the next such save calls.
 
     Raises:
         FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
@@ -148,14 +140,14 @@ def load(
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _STORAGE,
 ) -> LoadJob:
-    """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
+    """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program, or the URL of one.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
     memory, and verifies it on the way. All differences are collected before any live object changes. If files are gone,
     since another save has replaced the checkpoint, all ranks start again on the new one, once.
 
     Args:
-        path: the checkpoint or file, or a URL.
+        path: of the checkpoint.
         live: the live objects to fill; a ``LoadState`` if the ranks must agree on them first.
         ranks: the ranks that load together.
         options: the options of the load.

@@ -293,12 +293,10 @@ def _check_members(described: Snapshot, group: SaveGroup) -> None:
         for key, tensor in leaves.tensors.items():
             if not isinstance(tensor, DTensor):
                 continue
-            mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-            layout = layout_of(tensor)
-            by_group_rank = [parts_of_rank(layout, shape, rank) for rank in range(len(group.members))]
-            if not {*mesh.mesh.flatten().tolist()} <= {*group.members} or by_group_rank != [
-                parts_of_rank(layout, shape, rank) for rank in group.members
-            ]:
+            mesh, layout, shape = tensor.device_mesh, layout_of(tensor), tuple(tensor.shape)
+            parts = [parts_of_rank(layout, shape, rank) for rank in group.members]
+            is_same = parts == [parts_of_rank(layout, shape, rank) for rank in range(len(parts))]
+            if not is_same or not {*mesh.mesh.flatten().tolist()} <= {*group.members}:
                 raise StateError(
                     f"{component}/{key} is on {mesh}, which rank {this_rank()} cannot save with the ranks "
                     f"{list(group.members)} alone: let all ranks of the job save it"

@@ -85,13 +85,8 @@ class LoadTargets:
     ) -> LoadTargets:
         """Return the targets for a module's state dict, whose tensors are filled in place, and its optimizers.
 
-        Args:
-            module: of the state dict.
-            state_dict: of the module.
-            whole: the names of all pipeline stages.
-            optimizers: of the module's parameters; None to load only weights.
-            modules: of which ``module`` is made, by the prefix of their names; by default itself.
-            is_changed: True if other code will change the entries before the module takes them.
+        ``modules`` are those of which ``module`` is made, by the prefix of their names; by default itself.
+        ``is_changed`` tells that other code will change the entries before the module takes them.
         """
         leaves, values = model_leaves(state_dict, module, whole)
         names = parameter_names(module, whole) if optimizers is not None else {}
@@ -302,7 +297,23 @@ def start_load(
     comparison: RankComparison = {"differences": differences, "sources": groups, "is_full": match.is_full}
     if strict and differences:
         return LoadJob(live, comparison, lambda: None)
-    return _plan(comparison, source, live, match, optimizers, pick_rank)
+    rows, hooked, new = match.rows if live.has_model else (), None, list[ReadTarget]()
+    model = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
+    if match.is_hooked and live.has_model:
+        hooked, new = _allocate_for_hooks(match, source, live)
+    others = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
+    owners = Counter(map(_memory, (*others, *(tensor for one in optimizers for tensor in one.live_tensors()))))
+    check = partial(source.checked_shape, "optimizer")
+    found = [one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers]
+    of_optimizers = [ReadTarget("optimizer", key, tensor) for key, tensor in chain.from_iterable(found)]
+    values = source.document("model") or {} if live.has_model else {}
+    extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
+    trainer, tensors = _read_trainer(source, live, match.elsewhere, pick_rank)
+    of_trainer = [ReadTarget("trainer", key, tensor) for key, tensor in tensors.items()]
+    of_user = [ReadTarget("trainer", key, tensor) for key, tensor in live.trainer_tensors.items()]
+    _refuse_unfillable(source.path, (*model, *of_optimizers, *of_user))  # also those whose value is in JSON
+    read = plan_reads(source, [*(model if hooked is None else new), *of_optimizers, *of_trainer])
+    return LoadJob(live, comparison, read, optimizers, trainer, extra_state, hooked)
 
 
 def _match_optimizers(source: Source, live: LoadTargets, match: Match) -> tuple[list[OptimizerLoad], list[str]]:
@@ -338,34 +349,6 @@ def _numbered_groups(live: LoadTargets, optimizer: Optimizer) -> list[list[str]]
     if not order or len(groups) > 1 or groups[0] != [name for name in order if name in groups[0]]:
         return groups
     return [[*order]]
-
-
-def _plan(
-    comparison: RankComparison,
-    source: Source,
-    live: LoadTargets,
-    match: Match,
-    optimizers: Sequence[OptimizerLoad],
-    pick_rank: Callable[[Any], int],
-) -> LoadJob:
-    """Allocate missing tensors, read non-tensor state, and plan the reads."""
-    rows, hooked, new = match.rows if live.has_model else (), None, list[ReadTarget]()
-    model = [ReadTarget("model", row.stored, row.tensor) for row in rows if row.stored is not None]
-    if match.is_hooked and live.has_model:
-        hooked, new = _allocate_for_hooks(match, source, live)
-    others = [*live.model.tensors.values(), *live.trainer_tensors.values()] if optimizers else []
-    owners = Counter(map(_memory, (*others, *(tensor for one in optimizers for tensor in one.live_tensors()))))
-    check = partial(source.checked_shape, "optimizer")
-    found = [one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers]
-    of_optimizers = [ReadTarget("optimizer", key, tensor) for key, tensor in chain.from_iterable(found)]
-    values = source.document("model") or {} if live.has_model else {}
-    extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
-    trainer, tensors = _read_trainer(source, live, match.elsewhere, pick_rank)
-    of_trainer = [ReadTarget("trainer", key, tensor) for key, tensor in tensors.items()]
-    of_user = [ReadTarget("trainer", key, tensor) for key, tensor in live.trainer_tensors.items()]
-    _refuse_unfillable(source.path, (*model, *of_optimizers, *of_user))  # also those whose value is in JSON
-    read = plan_reads(source, [*(model if hooked is None else new), *of_optimizers, *of_trainer])
-    return LoadJob(live, comparison, read, optimizers, trainer, extra_state, hooked)
 
 
 def _read_trainer(

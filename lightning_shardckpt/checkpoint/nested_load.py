@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -45,33 +45,22 @@ from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
 
 
+@dataclass(slots=True)
 class NestedLoad:
-    """One load into a flat dict, on one rank: ``run`` does it, and ``checkpoint.load`` calls the others in this order.
+    """One load into a flat dict, on one rank: ``run`` does it; ``checkpoint.load`` calls the others in this order."""
 
-    Args:
-        state: the dict to load into.
-        prefix: of the stored names.
-        key_mapping: from stored names without ``prefix`` to names in the state.
-        name: returns the names of the model over all pipeline stages, and the module of the optimizers in a state
-            without modules; by default, ranks exchange names if they have different ones.
-        keep_parameters: see ``LoadedModules.load``.
-    """
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        *,
-        prefix: str = "",
-        key_mapping: KeyMappingLike | None = None,
-        name: Callable[[NestedObjects], tuple[WholeNames, nn.Module | None]] | None = None,
-        keep_parameters: bool = False,
-    ) -> None:
-        self._state, self._prefix, self._key_mapping = state, prefix, key_mapping
-        self._name, self._keep_parameters = name, keep_parameters
-        self._objects, self._whole = NestedObjects(), WholeNames()
-        self._state_dict: dict[str, Any] = {}  # of all modules
-        self._tensors: dict[Path, torch.Tensor] = {}  # of plain state
-        self._others: list[Path] = []  # of stateful objects and plain values
+    state: dict[str, Any]  # to load into
+    prefix: str = ""  # of the stored names
+    key_mapping: KeyMappingLike | None = None  # from stored names without ``prefix`` to names in the state
+    # returns the names of the model over all pipeline stages, and the module of the optimizers in a state without
+    # modules; by default, ranks exchange names if they have different ones
+    name: Callable[[NestedObjects], tuple[WholeNames, nn.Module | None]] | None = None
+    keep_parameters: bool = False  # see ``LoadedModules.load``
+    _objects: NestedObjects = field(default_factory=NestedObjects, init=False)
+    _whole: WholeNames = field(default_factory=WholeNames, init=False)
+    _state_dict: dict[str, Any] = field(default_factory=dict, init=False)  # of all modules
+    _tensors: dict[Path, torch.Tensor] = field(default_factory=dict, init=False)  # of plain state
+    _others: list[Path] = field(default_factory=list, init=False)  # of stateful objects and plain values
 
     @gc_paused()
     def run(self, path: str, ranks: Ranks, *, options: LoadOptions, storage: Storage) -> tuple[dict[str, Any], LoadJob]:
@@ -84,7 +73,7 @@ class NestedLoad:
 
         def finish() -> list[str]:
             loaded = LoadedModules(self._objects.named, self._state_dict, result.hooked, self._whole)
-            entries, keep = loaded.state_dict(result.extra_state), self._keep_parameters
+            entries, keep = loaded.state_dict(result.extra_state), self.keep_parameters
             notes = loaded.load(entries, strict=options.strict, keep_parameters=keep)
             remainder.update(self._finish_others(result.trainer))
             return notes
@@ -99,8 +88,8 @@ class NestedLoad:
 
         Raises the errors of ``NestedObjects.of``, and a ValueError for a malformed key mapping.
         """
-        self._key_mapping, self._objects = KeyMapping.of(self._key_mapping), NestedObjects.of(self._state)
-        if self._name is None:
+        self.key_mapping, self._objects = KeyMapping.of(self.key_mapping), NestedObjects.of(self.state)
+        if self.name is None:
             self._state_dict = self._objects.state_dict()
         return checksum("\n".join(sorted(map(clean_fqn, self._state_dict))).encode()), self._objects.keys
 
@@ -109,7 +98,7 @@ class NestedLoad:
 
         Collective: every rank must call it.
         """
-        self._objects = NestedObjects.of(self._state, views[0][1])
+        self._objects = NestedObjects.of(self.state, views[0][1])
         if len({digest for digest, _ in views}) > 1:
             own = sorted(map(clean_fqn, self._state_dict))
             joined: list[str] = ranks.step("joining names", lambda: own, lambda all_: sorted({*chain(*all_)}))
@@ -118,8 +107,8 @@ class NestedLoad:
     def targets(self) -> LoadTargets:
         """Return the live objects that ``checkpoint.load`` fills."""
         objects, owner = self._objects, None
-        if self._name is not None:
-            self._whole, owner = self._name(objects)
+        if self.name is not None:
+            self._whole, owner = self.name(objects)
             self._state_dict = objects.state_dict()
         optimizers = [*objects.optimizers.values()]
         names = objects.parameter_names(owner, self._whole) if optimizers else {}
@@ -171,7 +160,7 @@ class NestedLoad:
             stored["modules"] = dict.fromkeys(free, "")  # a model without a key fills the only dict of tensors
         present = stored["modules"], stored["optimizers"], trainer
         # the keys of the state, and of items of its lists, that are no modules and no optimizers
-        plain = {path for path, _ in items_of(self._state, bool)} - objects.modules.keys() - objects.optimizers.keys()
+        plain = {path for path, _ in items_of(self.state, bool)} - objects.modules.keys() - objects.optimizers.keys()
         if as_dicts := {*stored["modules"], *stored["optimizers"][: len(document)]} & {*map(key_of, plain)}:
             source = _with_state_dicts(source, stored, as_dicts)
             trainer = _blank_trainer(source)
@@ -186,7 +175,7 @@ class NestedLoad:
             problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
         moved = {prefix: objects.prefixes[path] for path, prefix in prefixes.items()}  # new prefix by stored prefix
         if not objects.modules:  # the stored module that has all parameters of the optimizers
-            parameters = [n.removeprefix(self._prefix) for n in parameters_of(document, numbers.values())]
+            parameters = [n.removeprefix(self.prefix) for n in parameters_of(document, numbers.values())]
             common = [p for p in stored["modules"].values() if all(n.startswith(p) for n in parameters)]
             moved = {max(common, key=len, default=""): ""}
 
@@ -194,10 +183,10 @@ class NestedLoad:
             longest = max((prefix for prefix in moved if name.startswith(prefix)), key=len, default=None)
             return None if longest is None else moved[longest] + name.removeprefix(longest)
 
-        mapping, used = KeyMapping.of(self._key_mapping), [*numbers.values()]
+        mapping, used = KeyMapping.of(self.key_mapping), [*numbers.values()]
         is_same = moved == {"": ""} and (not objects.optimizers or used == [*range(len(document))])
-        if self._prefix or not mapping.is_empty or not is_same:
-            source, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=used)
+        if self.prefix or not mapping.is_empty or not is_same:
+            source, more = map_names(source, mapping, prefix=self.prefix, move=move, optimizers=used)
             problems += more
         if prefixes and source.has_weights_only:
             names = self._whole.state or {*leaves.tensors, *leaves.aliases}
@@ -239,7 +228,7 @@ class NestedLoad:
             if path in self._objects.stateful:
                 self._objects.stateful[path].load_state_dict(value)
             else:
-                value_at(self._state, path[:-1])[path[-1]] = value
+                value_at(self.state, path[:-1])[path[-1]] = value
         objects = (*self._objects.modules, *self._objects.optimizers)
         in_lists = [path for path in objects if len(path) > 1]  # where None stands for them
         return replaced(trainer, dict.fromkeys((*self._tensors, *found, *in_lists), NOTHING))

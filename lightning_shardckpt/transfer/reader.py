@@ -371,7 +371,6 @@ def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tu
     ]
 
 
-
 def windows(shape: Shape, limit: int) -> Iterator[Box]:
     """Yield boxes of at most ``limit`` elements that are consecutive in row-major memory and cover ``shape``.
 
