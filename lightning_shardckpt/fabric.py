@@ -146,9 +146,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
                 f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) first"
             )
-        replaced = {old: new for sharded in self._sharded for old, new in sharded.replaced.items()}
-        elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
-        rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
+        rebind_optimizer(optimizer, *self._sharded)
         if not self._recipe.fsdp.cpu_offload:
             lightning_runs.optimizer_to_device(optimizer, self.root_device)
         return optimizer

@@ -5,7 +5,7 @@ history and check no shapes over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -46,14 +46,6 @@ def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 def replace_local(tensor: DTensor, other: DTensor) -> None:
     """Give a DTensor the local tensor and the spec of another; other fields stay unchanged."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
-
-
-def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh with the axes of all ``meshes``, in that order, and their process groups.
-
-    Slicing the root, the public way, does not work for meshes of different roots (torch 2.13).
-    """
-    return DeviceMesh._concatenate(list(meshes))
 
 
 def sibling_ranks(mesh: DeviceMesh) -> Tensor:

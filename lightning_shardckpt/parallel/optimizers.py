@@ -19,14 +19,14 @@ from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 
 
-def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
-    """Replace the old parameters of an optimizer, and the keys of its state, by the sharded module's parameters.
+def rebind_optimizer(optimizer: Optimizer, *modules: ShardedModule) -> None:
+    """Replace the old parameters of an optimizer, and the keys of its state, by those of sharded modules.
 
     Raises:
-        UnsupportedCodeError: if the optimizer has a parameter that was never in the module.
+        UnsupportedCodeError: if the optimizer has a parameter that was never in a module.
     """
-    current = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
-    live = {*current.values(), *module.gradients.adopted}
+    current = {old: new for module in modules for old, new in module.current.items()}
+    live = {*current.values(), *(adopted for module in modules for adopted in module.gradients.adopted)}
     for index, group in enumerate(optimizer.param_groups):
         with user_code():  # it may have been rebound before
             params = list(group["params"])
@@ -43,7 +43,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
     for placeholder in [p for p in optimizer.state if isinstance(p, Placeholder)]:
         del optimizer.state[placeholder]
-    if module.pipeline is not None:
+    if any(module.pipeline is not None for module in modules):
         show_all_stages(optimizer)
 
 

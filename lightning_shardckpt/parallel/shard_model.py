@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, convert_tensors, parameter_slots
+from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.torch_modules import (
+    buffer_slots,
+    compiled_from,
+    convert_tensors,
+    parameter_slots,
+    refresh_flat_weights,
+)
+from lightning_shardckpt.compat.torch_tensors import (
+    accumulation_hooks,
+    gradient_hooks,
+    mark_as_parameter,
+    set_accumulation_hooks,
+    set_gradient_hooks,
+)
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.first_values.initializers import Initialization
@@ -40,9 +55,10 @@ from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import make_unit, refuse_nested_tensors
-from lightning_shardckpt.parallel.tensors.operations import keep_gathered
-from lightning_shardckpt.parallel.tensors.parameters import follow_parameters, retire_parameter, shard_parameters
-from lightning_shardckpt.parallel.tensors.placement import peers_of
+from lightning_shardckpt.parallel.tensors.operations import keep_gathered, name_of, wrap_hook
+from lightning_shardckpt.parallel.tensors.placement import NAME, own_rows, peers_of, sharding_of, spec_over
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, as_sharded, map_nested
+from lightning_shardckpt.parallel.tensors.values import PARTIAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +92,8 @@ class ShardedModule:
         parameter_names: the clean canonical FQN of each parameter of the whole module.
         state_names: the clean FQNs of all entries of the whole module's state dict.
         state_ties: the clean FQNs of each tied tensor of the state dict, canonical first.
-        replaced: for each parameter before sharding, the one that replaced it.
-        elsewhere: for each parameter that is now on other stages only, its placeholder.
+        current: for each parameter before sharding, the one that replaced it, or its placeholder if only other stages
+            have it.
         holders: for each parameter, the number of ranks that hold it or a part of it.
         engine: torch's engine, which gathers parameters and reduces gradients; None if rows are not sharded.
     """
@@ -89,10 +105,9 @@ class ShardedModule:
     parameter_names: tuple[str, ...]
     state_names: frozenset[str]
     state_ties: tuple[tuple[str, ...], ...]
-    replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    elsewhere: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    holders: dict[Tensor, int] = field(default_factory=dict)
-    engine: Engine | None = None
+    current: dict[Tensor, Tensor]
+    holders: dict[Tensor, int]
+    engine: Engine | None
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step of the module, and return its result."""
@@ -110,7 +125,7 @@ class ShardedModule:
             UnsupportedCodeError: if it has both sharded and new parameters.
         """
         reshard(self.root)
-        own = {*self.replaced.values(), *self.gradients.adopted}
+        own = {*self.current.values(), *self.gradients.adopted}
         new = [name for name, parameter in own_parameters(root) if parameter not in own]
         if new and is_parallel(root):
             raise UnsupportedCodeError(
@@ -134,7 +149,7 @@ def shard(
     device: torch.device,
     build: Build,
     copy_slice: CopySlice,
-    loaded: Collection[str] = (),
+    loaded: Set[str] = frozenset(),
     restores: Callable[[], bool] = lambda: False,
     is_called: bool = False,
 ) -> ShardedModule:
@@ -184,15 +199,14 @@ def shard(
     send_values(values, root, copy_slice, device)
     initialization.run(copy_slice, device, restores)
     after = dict(root.named_parameters(remove_duplicate=False))
-    replaced = {old: after[name] for name, old in before.items() if name in after}
-    elsewhere = dict[nn.Parameter, Tensor]()
+    current: dict[Tensor, Tensor] = {old: after[name] for name, old in before.items() if name in after}
+    for old in dict.fromkeys(before.values()):
+        _retire_parameter(old, current.get(old))
     shared = list[tuple[nn.Parameter, dist.ProcessGroup]]()
     if stages is not None:
-        elsewhere |= {old: stages.placeholders[id(built[n])] for n, old in before.items() if old not in replaced}
+        current |= {old: stages.placeholders[id(built[n])] for n, old in before.items() if old not in current}
         shared = stages.shared_parameters(after, names)
-    follow_parameters(root, {**replaced, **elsewhere})
-    for old in dict.fromkeys(before.values()):
-        retire_parameter(old, replaced.get(old))
+    _follow_parameters(root, current)
     reduce_dtype = recipe.reduce_dtype
     gradients = GradientSync(root, meshes, device, partial=partial_names, reduce_dtype=reduce_dtype, shared=shared)
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), topology.world_size // topology.pipeline)
@@ -202,7 +216,7 @@ def shard(
         absent = stages.register_absent(built, {built[name]: new for name, new in after.items() if name in built})
         pipeline = stages.build_pipeline(root, gradients, absent, device)
     canonical = tuple(clean_fqn(tie[0]) for tie in names)
-    return ShardedModule(meshes, root, gradients, pipeline, canonical, *state, replaced, elsewhere, holders, engine)
+    return ShardedModule(meshes, root, gradients, pipeline, canonical, *state, current, holders, engine)
 
 
 def _parallelize(
@@ -218,9 +232,8 @@ def _parallelize(
 ) -> tuple[list[str], Engine | None]:
     """Shard the parameters of this rank's stages, and make FSDP units of their modules.
 
-    Returns:
-        The names of plain parameters whose gradients are partial sums over the tensor axis, and torch's engine, which
-        is None if rows are not sharded.
+    Returns the names of plain parameters whose gradients are partial sums over the tensor axis, and torch's engine,
+    which is None if rows are not sharded.
     """
     topology, fsdp, plan = meshes.topology, recipe.fsdp, TensorPlan()
     if topology.tensor > 1:
@@ -258,8 +271,7 @@ def _parallelize(
         )
     if topology.tensor > 1 or topology.shard > 1:  # else all stay plain
         over = meshes.fsdp if topology.data_parallel > 1 else None
-        group = meshes.tensor_group if topology.tensor > 1 else None
-        shard_parameters(root, over, meshes.root, home, ignored=ignored, partial=partial_names, partial_group=group)
+        _shard_parameters(root, over, meshes, home, ignored, frozenset(partial_names))
     names = module_names(root)
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
     kinds = dict[nn.Module, str]()
@@ -315,11 +327,7 @@ def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, r
 
 
 def _retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
-    """Register one parameter under all names of each tie that the module has.
-
-    Raises:
-        TopologyError: if tied parameters are sharded differently.
-    """
+    """Register one parameter under all names of each tie that the module has, unless they are sharded differently."""
     present = dict(root.named_parameters(remove_duplicate=False))
     for tie in ties:
         first, *others = [name for name in tie if name in present] or tie[:1]
@@ -339,3 +347,144 @@ def _layout(parameter: Tensor) -> object:
     if not isinstance(parameter, DTensor):
         return "whole"
     return parameter.device_mesh.mesh_dim_names, parameter.placements
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# A replaced parameter still behaves like the new one, but a set, a dict or ``is`` would not find the new one. So the
+# new ones are put into attributes of modules, and into containers there, in place.
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter from before sharding: functions of it run on the sharded one in its place."""
+
+    _replacement: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_nested((tuple(args), kwargs or {}), _current)
+        if func.__name__ == "__get__":  # of a property, which the sharded one's class may have replaced
+            return getattr(args[0], name_of(func))
+        if func.__name__ == "__set__":
+            return setattr(args[0], name_of(func), args[1])
+        return func(*args, **kwargs)
+
+
+def _current(value: Tensor) -> Any:
+    if not isinstance(value, ReplacedParameter):
+        return value
+    if value._replacement is None:
+        raise UnsupportedCodeError(
+            "this parameter is on another pipeline stage. Access parameters through the module, not through "
+            "references from before it was sharded, and only the parameters of this stage."
+        )
+    return value._replacement
+
+
+def _shard_parameters(
+    root: nn.Module,
+    data_mesh: DeviceMesh | None,
+    meshes: Meshes,
+    device: torch.device,
+    ignored: Collection[nn.Parameter],
+    partial: Collection[str],
+) -> None:
+    """Replace the parameters of ``root``, plain ones or DTensors of a tensor-parallel plan, by sharded ones.
+
+    The last axis of ``data_mesh`` shards the rows; if None, only DTensors are replaced, with their own placements.
+    Parameters that are ``ignored`` stay plain; the gradients of those with ``partial`` names are partial sums over the
+    tensor-parallel ranks.
+    """
+    new = dict[nn.Parameter, Any]()
+    for prefix, module in root.named_modules():
+        slots = parameter_slots(module)
+        for name, old in list(slots.items()):
+            if old is None or old in ignored or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if type(old) is not nn.Parameter and not isinstance(old, DTensor):
+                raise UnsupportedCodeError(
+                    f"the parameter {fqn} is of the class {type(old).__name__}, which cannot be sharded: make it an "
+                    "nn.Parameter, or train with data_parallel_shard_size=1"
+                )
+            if old not in new:
+                new[old] = _shard(old, data_mesh, meshes.root, device)
+                new[old].__dict__[NAME] = fqn
+            if fqn in partial:
+                new[old].__dict__[PARTIAL] = meshes.tensor_group
+            slots[name] = new[old]
+        refresh_flat_weights([module])
+
+
+def _shard(old: Any, data_mesh: DeviceMesh | None, root_mesh: DeviceMesh, device: torch.device) -> ShardedTensor:
+    spec = spec_of(old) if data_mesh is None else spec_over(old, data_mesh, root_mesh)
+    with torch.no_grad():
+        part = own_rows(local_tensor(old).detach(), sharding_of(spec))
+        if part.is_meta:
+            local = torch.empty(part.shape, dtype=part.dtype, device=device)
+        else:
+            local = part.to(device, copy=True, memory_format=torch.contiguous_format)
+        leaf = as_sharded(new_dtensor(local, spec))
+    mark_as_parameter(leaf)
+    leaf.requires_grad_(old.requires_grad)
+    return leaf
+
+
+def _retire_parameter(old: nn.Parameter, leaf: Tensor | None) -> None:
+    """Move a parameter's attributes and hooks to ``leaf``, if this rank has one, and make it a `ReplacedParameter`.
+
+    Hooks move in the same dictionaries, since their handles refer to these.
+    """
+    if type(old) is not nn.Parameter or old is leaf:
+        return
+    if leaf is not None:
+        leaf.__dict__.update({k: v for k, v in vars(old).items() if k not in vars(leaf)})
+        for after, hooks in ((False, gradient_hooks(old)), (True, accumulation_hooks(old))):
+            if hooks and isinstance(leaf, ShardedTensor):
+                hooks.update({number: wrap_hook(hook, after=after) for number, hook in hooks.items()})
+            if hooks:
+                (set_accumulation_hooks if after else set_gradient_hooks)(leaf, hooks)
+    old.grad = None
+    if not old.is_meta:
+        old.data = old.data.new_empty(0)
+    old.__class__ = ReplacedParameter
+    old.__dict__["_replacement"] = leaf
+
+
+_DEPTH = 4  # of containers in containers
+_REGISTRIES = frozenset(vars(nn.Module()))  # such as ``_parameters``
+
+
+def _follow_parameters(root: nn.Module, current: Mapping[Tensor, Tensor]) -> None:
+    """Replace old parameters by new ones, or by placeholders, in the attributes of modules inside ``root``.
+
+    Also in lists, tuples, sets and dicts there, and the ids of parameters in them.
+    """
+    new_by_id: dict[int, Any] = {id(old): new for old, new in current.items() if old is not new}
+    for module in root.modules() if new_by_id else ():
+        for name, value in list(vars(module).items()):
+            if name not in _REGISTRIES:
+                module.__dict__[name] = _follow(value, new_by_id, _DEPTH)
+
+
+def _follow(value: Any, new_by_id: Mapping[int, Any], depth: int) -> Any:
+    """Return the new value; a list, set or dict is changed in place."""
+    if isinstance(value, nn.Parameter):
+        return new_by_id.get(id(value), value)
+    if type(value) is int and value in new_by_id:
+        return id(new_by_id[value])
+    if type(value) not in (list, tuple, set, frozenset, dict) or not depth:
+        return value
+    if len(value) > len(new_by_id) + 100:  # longer containers hold data
+        return value
+    items = [*value.items()] if type(value) is dict else [*value]
+    new_items = [_follow(item, new_by_id, depth - 1) for item in items]
+    if all(new is old for new, old in zip(new_items, items, strict=True)):
+        return value
+    if type(value) in (tuple, frozenset):
+        return type(value)(new_items)
+    value.clear()
+    value.extend(new_items) if type(value) is list else value.update(new_items)
+    return value

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +33,8 @@ from lightning_shardckpt.parallel.first_values.one_rank import (
     CopySlice,
     MetaTensors,
     Place,
+    ShownDevices,
     fill,
-    find_parameter,
     like,
     list_places,
 )
@@ -54,23 +53,16 @@ _REMEDY = (
 
 @dataclass(eq=False, slots=True)
 class _Tensor:
-    """A tensor that has no memory on any rank.
+    """A tensor that has no memory on any rank, in a layer, or in none."""
 
-    Attributes:
-        places: where it is, first in the module that registered it first: those that were tied to it don't make it.
-        layer: that has this module; None outside of layers.
-        slots: of the copy of this module, with a tensor of its own.
-    """
-
-    places: list[Place]
+    places: list[Place]  # first in the module that registered it first: those that were tied to it don't make it
     layer: nn.Module | None
-    slots: dict[str, Any]
+    slots: dict[str, Any]  # of the copy of this module, with a tensor of its own
 
     @property
-    def value(self) -> Tensor:
+    def value(self) -> Any:
         """The tensor of the module's copy."""
-        value: Tensor = self.slots[self.places[0].name]
-        return value
+        return self.slots[self.places[0].name]
 
     def renew(self, device: str) -> Tensor:
         """Replace the tensor of the module's copy by a new one on ``device``, and return it."""
@@ -83,7 +75,7 @@ class Initialization:
 
     Args:
         root: the module, which only the user may have sharded.
-        build: knows the tensors that rank 0 has, and the writes that were counted.
+        build: has compared the module.
         loaded: clean FQNs of tensors that the caller fills.
     """
 
@@ -99,15 +91,14 @@ class Initialization:
             layers = [modules[name] for name in trunk_layers(root)]
             layer_of = {module: layer for layer in layers for module in layer.modules()}
             for tied in wanted.values():
-                tied.sort(key=build.is_owner, reverse=True)
+                known = build.tensors.find(tied[0].tensor)
+                tied.sort(key=lambda place: known is not None and known.owner() is place.module, reverse=True)
                 slots = SLOTS[tied[0].kind](copies[tied[0].module])
                 self._tensors.append(_Tensor(tied, layer_of.get(tied[0].module), slots))
                 self._tensors[-1].renew("meta")
             wanting = {copies[place.module] for tied in wanted.values() for place in tied}
-            copied_layers = {copied: layer_of.get(module) for module, copied in copies.items()}
-            methods = _methods(copies[root], wanting)
-            self._methods = [(copied_layers[module], key, by_model, call) for module, key, by_model, call in methods]
-            self._layers = [*dict.fromkeys(layer_of.values()), None]
+            self._methods = list(_methods(copies[root], wanting))
+            self._layer_of = {copies[module]: layer for module, layer in layer_of.items()}
             self._state = {clean_fqn(name) for name in root.state_dict()}
             self._seed = int(torch.randint(1 << 62, ()))
 
@@ -130,23 +121,19 @@ class Initialization:
         if not self._tensors:
             return
         present, problems = set(self._root.modules()), list[tuple[Place, str]]()
-        for layer in self._layers:
+        for layer in dict.fromkeys(tensor.layer for tensor in self._tensors):
             inside = [t for t in self._tensors if t.layer is layer and any(p.module in present for p in t.places)]
             problems += self._make(layer, inside) if inside else ()
             for tensor in inside:
-                target, value = find_parameter(present, tensor.places), tensor.value
-                if target is not None:
-                    fill(target, tensor.places[0].fqn, value, copy_slice)
-                elif tensor.places[0].kind != "parameter":
-                    value = value.detach().to(device)
+                fill(present, tensor.places, tensor.value, copy_slice)
+                if tensor.places[0].kind == "buffer":
+                    value = tensor.value.detach().to(device)
                     for place in tensor.places:
                         place.slots[place.name] = value
                 tensor.renew("meta")
-        is_refused = _are_anywhere(problems)
-        if is_refused and restores():
+        if _are_anywhere(problems) and restores():
             problems = [(place, text) for place, text in problems if clean_fqn(place.fqn) not in self._state]
-            is_refused = _are_anywhere(problems)
-        if is_refused:
+        if _are_anywhere(problems):
             texts = [text for _, text in problems] or ["tensors of another pipeline stage"]
             raise UnsupportedCodeError(
                 f"{len(texts)} of the tensors that were built on the meta device have no first values:\n  "
@@ -156,27 +143,23 @@ class Initialization:
     def _make(self, layer: nn.Module | None, inside: Sequence[_Tensor]) -> Iterator[tuple[Place, str]]:
         """Run the methods of a layer, or of the modules outside of layers, on tensors with memory.
 
-        Yields:
-            The places that no method fills as the code that built them did, each with a text.
+        Yields the places that no method fills as the code that built them did, each with a text.
         """
-        watch, writes = MetaTensors(), {True: Counter[_Tensor](), False: Counter[_Tensor]()}
+        by_model, by_others = MetaTensors(), MetaTensors()
         made = {tensor: tensor.renew("cpu") for tensor in inside}
-        for value in made.values():
-            watch.know(value)
-        for layer_of_method, key, by_model, method in self._methods:
-            if layer_of_method is layer:
-                before = {tensor: watch.writes(value) or 0 for tensor, value in made.items()}
-                with watch.watched(), seed_temporarily(zlib.crc32(f"{self._seed} {key}".encode())):
+        counted = {tensor: (by_model.know(value), by_others.know(value)) for tensor, value in made.items()}
+        for module, key, is_models, method in self._methods:
+            if self._layer_of.get(module) is layer:
+                watch = by_model if is_models else by_others
+                with watch, ShownDevices(watch), seed_temporarily(zlib.crc32(f"{self._seed} {key}".encode())):
                     method()
-                after = {tensor: (watch.writes(value) or 0) - before[tensor] for tensor, value in made.items()}
-                writes[by_model].update(after)
         for tensor in self._tensors:
             place = tensor.places[0]
             if tensor in made:
-                is_replaced = tensor.value is not made[tensor]
-                if text := self._differs(place, writes[True][tensor], writes[False][tensor], is_replaced=is_replaced):
+                numbers = [known.writes for known in counted[tensor]]
+                if text := self._differs(place, *numbers, is_replaced=tensor.value is not made[tensor]):
                     yield place, f"{place}, which {text}"
-            elif tensor.layer is not layer and watch.writes(tensor.value):
+            elif tensor.layer is not layer and any(watch.writes(tensor.value) for watch in (by_model, by_others)):
                 yield place, f"{place}, which a method of a module outside of its layer changes"
 
     def _differs(self, place: Place, by_model: int, by_others: int, *, is_replaced: bool) -> str:
@@ -202,8 +185,7 @@ def _methods(
 ) -> Iterator[tuple[nn.Module, str, bool, Callable[[], object]]]:
     """Yield the methods that initialise modules with ``wanting`` ones inside, in the order of ``nn.Module.apply``.
 
-    Yields:
-        The module, a key for random numbers, whether a model of transformers runs the method, and the method.
+    With its module, a key for random numbers, and whether a model of transformers runs it.
     """
     seen = set[nn.Module]()
 

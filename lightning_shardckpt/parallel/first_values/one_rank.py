@@ -2,21 +2,19 @@
 
 1. `Build.building` runs the code that builds. On the other ranks parameters lose their memory when modules register
    them; the code runs otherwise unchanged, and draws the same random numbers (`MetaTensors`).
-2. `Build.compare` finds out which tensors only rank 0 has, and refuses ranks that built different modules.
+2. `Build.compare` finds the tensors that only rank 0 has.
 3. `share_tensors` gives all ranks rank 0's buffers, and the parameters that every rank has.
-4. `Build.take` frees the module of the other parameters, so that it can be sharded, and `send_values` fills what is
-   sharded, one tensor at a time.
+4. `Build.take` takes the other parameters out of the module, and `send_values` fills the sharded ones.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
@@ -28,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.dtensor import local_tensor
@@ -46,7 +45,6 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
-from lightning_shardckpt.parallel.tensors.parameters import refuse_shared_memory
 from lightning_shardckpt.system.tensor_digest import byte_view
 from lightning_shardckpt.system.text import list_some
 
@@ -58,8 +56,21 @@ _IS_CPU: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Memory that is known: its storage, which keeps the id, and the number of in-place writes to it.
+
+    ``device`` is shown by stand-ins; ``owner`` was the first module to register it, to which others were tied.
+    """
+
+    storage: torch.UntypedStorage
+    device: torch.device | None = None
+    writes: int = 0
+    owner: Callable[[], nn.Module | None] = lambda: None
+
+
 class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Tensors on the meta device while modules are built or initialised; two modes of torch see them.
+    """Tensors on the meta device while modules are built or initialised; this mode and `ShownDevices` see them.
 
     In-place writes to them are counted. Some are stand-ins: they show the device of a tensor with values, mix with
     tensors that have memory, draw as many random numbers, and so do the results of operations on them. Code that reads
@@ -68,27 +79,23 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages = dict[int, torch.UntypedStorage]()  # which keep their ids
-        self._writes = Counter[int]()
-        self._shown_devices = dict[int, torch.device]()  # of stand-ins
-        self.counts = True
+        self._known, self.counts = dict[int, _Memory](), True
 
-    def know(self, tensor: Tensor, device: torch.device | None = None) -> None:
+    def know(self, tensor: Tensor, device: torch.device | None = None) -> _Memory:
         """Count the writes to a tensor from now on, and let it stand for one on ``device``, if that is given."""
-        self._storages.setdefault(memory_id(tensor), tensor.untyped_storage())
-        if device is not None:
-            self._shown_devices.setdefault(memory_id(tensor), device)
+        known = self._known.setdefault(memory_id(tensor), _Memory(tensor.untyped_storage()))
+        known.device = known.device or device
+        return known
+
+    def find(self, tensor: Tensor) -> _Memory | None:
+        """Return the memory of a tensor if it is known."""
+        is_plain = tensor.layout is torch.strided and not dispatches(type(tensor))
+        return self._known.get(memory_id(tensor)) if is_plain else None
 
     def writes(self, tensor: Tensor) -> int | None:
         """Return the number of writes to a tensor; None for one that is not known."""
-        is_known = not dispatches(type(tensor)) and memory_id(tensor) in self._storages
-        return self._writes[memory_id(tensor)] if is_known else None
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, writes are counted, and stand-ins act as tensors with values."""
-        with self, _Shown(self):
-            yield
+        known = self.find(tensor)
+        return None if known is None else known.writes
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Return a tensor without memory that stands for ``tensor``."""
@@ -98,18 +105,16 @@ class MetaTensors(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def device_of(self, value: object) -> torch.device | None:
         """Return the device that a stand-in shows; None for all other values."""
-        return self._shown_devices.get(memory_id(value)) if _is_without(value) else None
+        known = self.find(value) if _is_without(value) else None
+        return None if known is None else known.device
 
     def count(self, tensor: Tensor) -> None:
         """Count a write to a tensor that has no memory, or is known."""
-        if _is_without(tensor):
-            self.know(tensor)
-        if self.counts and tensor.layout is torch.strided and memory_id(tensor) in self._storages:
-            self._writes[memory_id(tensor)] += 1
+        known = self.know(tensor) if _is_without(tensor) else self.find(tensor)
+        if known is not None and self.counts:
+            known.writes += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with below_functions():
             written = [t for t in tree_leaves(written_arguments(func, args, kwargs)) if isinstance(t, Tensor)]
@@ -150,7 +155,7 @@ def _is_without(value: object) -> TypeGuard[Tensor]:
     return value.layout is torch.strided and value.device.type == "meta"
 
 
-class _Shown(TorchFunctionMode):
+class ShownDevices(TorchFunctionMode):
     """Shows the device of the tensor that a stand-in stands for, where no operation is dispatched.
 
     Functions of ``torch.nn.init`` that depend on values do nothing for tensors on the meta device. They count as one
@@ -161,9 +166,7 @@ class _Shown(TorchFunctionMode):
         super().__init__()
         self._tensors = tensors
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_DEVICE, _IS_META, _IS_CPU, _SET_DATA):
             with below_functions():
                 device = self._tensors.device_of(args[0])
@@ -180,8 +183,7 @@ class _Shown(TorchFunctionMode):
         frame, is_without = sys._getframe(2), _is_without(tensor)
         while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
             frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
-        is_known = is_without or self._tensors.writes(tensor) is not None
-        if not is_known or frame.f_globals.get("__name__") != "torch.nn.init":
+        if not (is_without or self._tensors.find(tensor)) or frame.f_globals.get("__name__") != "torch.nn.init":
             return False
         self._tensors.count(tensor)
         if device is not None or not is_without:
@@ -202,24 +204,17 @@ class _Shown(TorchFunctionMode):
 
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
-_REMEDY = (
-    "Build the same module on every rank: its code must not depend on the rank. Code that depends on values of "
-    "parameters belongs into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)."
+_IN_INIT = (
+    "Code that needs values of parameters while it builds belongs into __init__, where every rank has them; in Fabric, "
+    "into init_module(empty_init=False)."
 )
-_FOLLOWS = (
-    ". Rank 0 alone builds with values. If the code needs values of parameters while it builds, move it into __init__, "
-    "where every rank has them; in Fabric, into init_module(empty_init=False)"
-)
-
-
-SLOTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
-    "parameter": parameter_slots, "buffer": buffer_slots, "attribute": vars,
-}  # fmt: skip
+_WITHOUT = "  without memory"
+SLOTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {"parameter": parameter_slots, "buffer": buffer_slots}
 """By the kind of a tensor of a module: a function that returns the mutable dict of the module that has it."""
 
 
 class Place(NamedTuple):
-    """A tensor of a module: its "parameter", "buffer" or "attribute" in the mapping ``slots``, under ``name``."""
+    """A tensor of a module: its "parameter" or "buffer" in the mapping ``slots``, under ``name``."""
 
     fqn: str
     kind: str
@@ -238,13 +233,13 @@ class Place(NamedTuple):
 
 
 def list_places(root: nn.Module) -> list[Place]:
-    """Return the tensors of ``root``, under all their names; of attributes only plain tensors."""
+    """Return the parameters and buffers of ``root``, under all their names."""
     places = list[Place]()
     for prefix, module in root.named_modules():
         for kind, slots_of in SLOTS.items():
             slots = slots_of(module)
             for name, value in slots.items():
-                if type(value) is Tensor or (kind != "attribute" and value is not None):
+                if value is not None:
                     places.append(Place(f"{prefix}.{name}" if prefix else name, kind, module, slots, name, value))
     return places
 
@@ -263,19 +258,13 @@ class Build:
 
     def __init__(self) -> None:
         self.tensors, self.only_first = MetaTensors(), frozenset[str]()
-        self._owners = dict[int, ref[nn.Module]]()  # by the id of a counted tensor's memory
         self._whole = WeakKeyDictionary[nn.Module, dict[str, Tensor]]()
 
     @contextmanager
     def building(self, ranks: Ranks, *, on_one_rank: bool = True, phase: str = "building the module") -> Iterator[None]:
-        """Run code that builds modules, with values on rank 0 alone.
+        """Run code that builds modules, with values on rank 0 alone, or on every rank unless ``on_one_rank``.
 
-        Collective: every rank of the world must enter it. If the code fails on one rank, all raise.
-
-        Args:
-            ranks: of the world.
-            on_one_rank: False if every rank builds with values.
-            phase: for messages.
+        Collective: every rank of the world must enter it, with its ``ranks``. If the code fails on one rank, all raise.
 
         Raises:
             UnsupportedCodeError: if the code failed on this rank, but not on rank 0, which has the values.
@@ -288,7 +277,7 @@ class Build:
             hooks = [register_module_parameter_registration_hook(register)]
             hooks.append(register_module_buffer_registration_hook(register))
             try:
-                with distribute_locally(), self.tensors.watched():
+                with distribute_locally(), self.tensors, ShownDevices(self.tensors):
                     yield
             except BaseException as raised:
                 error = raised
@@ -298,7 +287,8 @@ class Build:
 
             def end() -> None:
                 if follows and isinstance(error, Exception):
-                    raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
+                    text = f"{type(error).__name__}: {error}. Rank 0 alone builds with values. {_IN_INIT}"
+                    raise UnsupportedCodeError(text) from error
                 if error is not None:
                     raise error
 
@@ -310,8 +300,8 @@ class Build:
         if tensor is None or threading.get_ident() != thread or isinstance(tensor, DTensor):
             return
         if tensor.is_meta:
-            self.tensors.know(tensor)
-            self._owners.setdefault(memory_id(tensor), ref(module))
+            known = self.tensors.know(tensor)
+            known.owner = known.owner if known.owner() else ref(module)
         elif isinstance(tensor, nn.Parameter) and not follows:
             self._whole.setdefault(module, {})[name] = tensor
         elif type(tensor) is nn.Parameter and tensor.layout is torch.strided:
@@ -322,48 +312,52 @@ class Build:
                     with suppress(RuntimeError):  # if it has weak references; then every rank has its value
                         torch.utils.swap_tensors(tensor, meta)  # type: ignore[no-untyped-call]
 
-    def is_owner(self, place: Place) -> bool:
-        """Return whether a module was the first to register a tensor on the meta device, which others were tied to."""
-        owner = self._owners.get(memory_id(place.tensor)) if self.tensors.writes(place.tensor) is not None else None
-        return owner is not None and owner() is place.module
-
     def compare(self, root: nn.Module, ranks: Ranks) -> None:
         """Find the tensors that only rank 0 has.
 
         Collective: every rank of ``ranks`` must call it.
 
         Raises:
-            TopologyError: if the ranks built different modules; names the first difference.
-            UnsupportedCodeError: if a buffer shares the memory of a parameter.
+            TopologyError: if the ranks built different modules; names the first differences.
+            UnsupportedCodeError: if a buffer shares the memory of a parameter, or an attribute has no values.
         """
         phase, places, ties = "comparing the modules that the ranks have built", list_places(root), dict[int, str]()
-        without = [str(place) for place in places if place.is_without]
-        lines = [_describe(place, ties) for place in places if place.kind != "attribute"]
+        lines = [
+            f"{place}  {tuple(place.tensor.shape)} {place.tensor.dtype} {type(place.tensor).__name__} "
+            f"{'with gradient' * place.tensor.requires_grad} first named {ties.setdefault(id(place.tensor), place.fqn)}"
+            for place in places
+        ]
+        own = [line + _WITHOUT * place.is_without for place, line in zip(places, lines, strict=True)]
 
-        def work() -> list[Any]:
-            refuse_shared_memory(root)
-            # what rank 1 has not, the others have not, either
-            return [_digest(lines), _digest(without), without if ranks.rank < 2 else []]
+        def work() -> list[str]:
+            _refuse_shared_memory(places)
+            _refuse_attributes(root, places)
+            return own if ranks.rank < 2 else []
 
-        def lead(reports: list[list[Any]]) -> list[str] | None:
-            first, *others = reports
-            only_first = set(others[0][2] if others else ()).difference(first[2])
-            is_same = len({report[0] for report in reports}) == len({report[1] for report in others} or {""}) == 1
-            return sorted(only_first) if is_same and only_first <= set(map(str, places)) else None
+        first, *others = ranks.step(phase, work, lambda reports: reports[:2])
+        # what rank 1 has not, the others have not, either
+        alone = {line for other in others for line in other if line.endswith(_WITHOUT)}.difference(first)
+        expected = [line + _WITHOUT if ranks.rank and line + _WITHOUT in alone else line for line in first]
 
-        found = ranks.step(phase, work, lead)
-        if found is None:
-            ranks.step(phase, lambda: lines, _refuse_difference)
-        self.only_first = frozenset(found or ())
+        def check() -> None:
+            differences = [f"{line}  only on rank 0" for line in expected if line not in set(own)]
+            differences += [f"{line}  only on rank {ranks.rank}" for line in own if line not in set(expected)]
+            if own != expected:
+                raise TopologyError(
+                    f"rank 0 and rank {ranks.rank} have built different modules:\n  "
+                    f"{list_some(differences or ['the order of tensors'], 10, chr(10) + '  ')}\n"
+                    f"Build the same module on every rank: its code must not depend on the rank. {_IN_INIT}"
+                )
 
-    def take(self, root: nn.Module, loaded: Collection[str]) -> list[Value]:
+        ranks.step(phase, check, lambda _: None)
+        self.only_first = frozenset(str(p) for p, line in zip(places, lines, strict=True) if line + _WITHOUT in alone)
+
+    def take(self, root: nn.Module, loaded: Set[str]) -> list[Value]:
         """Take the parameters that only rank 0 has out of the module, which has tensors without memory then.
 
-        Args:
-            root: the module.
-            loaded: clean FQNs of parameters that need no value.
+        Those of which a clean FQN is in ``loaded`` need no value.
         """
-        values, metas, skipped = dict[Tensor, Value](), dict[Tensor, Tensor](), set[Tensor]()
+        values, metas = dict[Tensor, Value](), dict[Tensor, Tensor]()
         for place in list_places(root):
             if place.kind != "parameter" or str(place) not in self.only_first:
                 continue
@@ -375,11 +369,9 @@ class Build:
                 metas[old] = old if place.is_without or isinstance(old, DTensor) else like(old, "meta")
             values[old][0].append(place)
             place.slots[place.name] = metas[old]
-            if clean_fqn(place.fqn) in loaded:
-                skipped.add(old)
         for module in root.modules():
             self._whole.pop(module, None)
-        return [value for old, value in values.items() if old not in skipped]
+        return [value for value in values.values() if loaded.isdisjoint(clean_fqn(place.fqn) for place in value[0])]
 
 
 def like(tensor: Tensor, device: str) -> Tensor:
@@ -394,26 +386,33 @@ def like(tensor: Tensor, device: str) -> Tensor:
     return new
 
 
-def _describe(place: Place, ties: dict[int, str]) -> str:
-    """Return a line about a tensor, equal on all ranks; ``ties`` gets the first name of each tensor by its id."""
-    tensor, first = place.tensor, ties.setdefault(id(place.tensor), place.fqn)
-    kinds = f"{'DTensor' * isinstance(tensor, DTensor)} {'with gradient' * tensor.requires_grad}"
-    return f"{place}  {tuple(tensor.shape)} {tensor.dtype} {kinds} first named {first}"
+def _refuse_shared_memory(places: Sequence[Place]) -> None:
+    """Raise for the first buffer that shares the memory of a parameter."""
+    with below_functions():
+        has_none = (UninitializedBuffer, UninitializedParameter)
+        plain = [p for p in places if not isinstance(p.tensor, has_none) and not dispatches(type(p.tensor))]
+        memories = [(p, memory_id(p.tensor)) for p in plain if p.tensor.layout is torch.strided and p.tensor.numel()]
+        names = {memory: place.fqn for place, memory in memories if place.kind == "parameter"}
+        for place, memory in memories:
+            if place.kind == "buffer" and memory in names and not isinstance(place.tensor, nn.Parameter):
+                raise UnsupportedCodeError(
+                    f"the buffer {place.fqn} is in the memory of the parameter {names[memory]}: it would change with "
+                    "every step on one process, but not when the parameter is sharded. Register a clone(), or read the "
+                    "parameter."
+                )
 
 
-def _digest(lines: list[str]) -> str:
-    return sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _refuse_difference(reports: list[list[str]]) -> None:
-    """Raise a TopologyError that names the first tensors in which a rank differs from rank 0."""
-    for rank, lines in enumerate(reports):
-        differences = [f"{line}  only on rank 0" for line in reports[0] if line not in set(lines)]
-        differences += [f"{line}  only on rank {rank}" for line in lines if line not in set(reports[0])]
-        if differences or lines != reports[0]:
-            listed = list_some(differences or ["the order of tensors"], 10, "\n  ")
-            raise TopologyError(f"rank 0 and rank {rank} have built different modules:\n  {listed}\n{_REMEDY}")
-    raise TopologyError(f"the modules of the ranks differ in the tensors that have no memory. {_REMEDY}")
+def _refuse_attributes(root: nn.Module, places: Sequence[Place]) -> None:
+    """Raise for the first plain tensor in an attribute of a module that has no memory, and is no buffer, too."""
+    known = {id(place.tensor) for place in places}
+    for prefix, module in root.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is Tensor and value.is_meta and id(value) not in known:
+                raise UnsupportedCodeError(
+                    f"the attribute {name} of {prefix or 'the module'} ({type(module).__name__}) has no values: it was "
+                    "built on the meta device, or from parameters, of which rank 0 alone has values. Register it as a "
+                    "buffer."
+                )
 
 
 # ── from rank 0 to all ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -431,26 +430,20 @@ def _broadcast(tensor: Tensor) -> Tensor:
 def share_tensors(root: nn.Module, device: torch.device, only_first: Collection[str] = ()) -> None:
     """Give all ranks rank 0's parameters and buffers, one tensor at a time: in place, or memory to those without.
 
-    Leaves alone DTensors, parameters that only rank 0 has, tensors that no rank has, and attributes that all have.
+    Leaves alone DTensors, parameters that ``only_first``, rank 0, has, and tensors that no rank has. Collectives run on
+    ``device``.
 
     Collective: every rank of the world must call it.
-
-    Args:
-        root: the module.
-        device: of the collectives.
-        only_first: places that only rank 0 has.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     shared = dict[int, Tensor]()
     for place in list_places(root):
         old, is_alone = place.tensor, str(place) in only_first
-        is_sent = place.kind == "buffer" or is_alone == (place.kind == "attribute")
-        if isinstance(old, DTensor) or not is_sent or (old.is_meta and not is_alone):
+        if isinstance(old, DTensor) or (place.kind == "parameter" if is_alone else old.is_meta):
             continue
         if id(old) not in shared:
-            value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
-            value = _broadcast(value)
+            value = _broadcast(torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device))
             shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
             if not old.is_meta and value.data_ptr() != old.data_ptr():
                 old.copy_(value)
@@ -470,30 +463,24 @@ def send_values(values: list[Value], root: nn.Module, copy_slice: CopySlice, dev
     while values:
         places, full = values.pop(0)
         full = _broadcast(torch.empty_like(full, device=device) if full.is_meta else full.to(device))
-        parameter = find_parameter(present, places)
-        if parameter is not None:
-            fill(parameter, places[0].fqn, full, copy_slice)
+        fill(present, places, full, copy_slice)
 
 
-def find_parameter(present: Collection[nn.Module], places: Iterable[Place]) -> Tensor | None:
-    """Return the parameter that a module of ``present`` has now at the first of some places, if there is one."""
-    for place in places:
-        if place.kind == "parameter" and place.module in present:
-            found = parameter_slots(place.module).get(place.name)
-            if found is not None:
-                return found
-    return None
-
-
-def fill(parameter: Tensor, fqn: str, full: Tensor, copy_slice: CopySlice) -> None:
-    """Copy this rank's slices of a value into a parameter.
+def fill(present: Collection[nn.Module], places: Iterable[Place], full: Tensor, copy_slice: CopySlice) -> None:
+    """Copy this rank's slices of a value into the parameter that a module of ``present`` has at a place, if any has.
 
     Raises:
         TopologyError: if sharding has changed the parameter's global shape.
     """
-    if parameter.shape != full.shape:
-        raise TopologyError(
-            f"the parameter {fqn} has shape {tuple(parameter.shape)} after it was sharded, {tuple(full.shape)} as "
-            "built; a tensor-parallel plan must keep global shapes"
-        )
-    copy_slice(parameter, full)
+    for place in places:
+        is_here = place.kind == "parameter" and place.module in present
+        parameter = parameter_slots(place.module).get(place.name) if is_here else None
+        if parameter is None:
+            continue
+        if parameter.shape != full.shape:
+            raise TopologyError(
+                f"the parameter {place.fqn} has shape {tuple(parameter.shape)} after it was sharded, "
+                f"{tuple(full.shape)} as built; a tensor-parallel plan must keep global shapes"
+            )
+        copy_slice(parameter, full)
+        return

@@ -18,9 +18,8 @@ from lightning_shardckpt.parallel.sharding.backward_pass import Passes
 from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, named_modules, select_modules
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import Call, FSDPProxy, ProxyModule
 from lightning_shardckpt.parallel.tensors.gathered_weights import LAYERS
-from lightning_shardckpt.parallel.tensors.placement import Peers
+from lightning_shardckpt.parallel.tensors.placement import Peers, sharding_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import sharding_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     with_torch_function,
     without_torch_function,
 )
+from lightning_shardckpt.distributed.host_numbers import wait_for
 from lightning_shardckpt.parallel.sharding.backward_pass import Passes, refuse
 from lightning_shardckpt.parallel.sharding.gathered_parameters import as_gathered, copy_memory
 from lightning_shardckpt.parallel.tensors.gathered_weights import CastWeight, is_autocast, uses_other_hooks, version_key
@@ -447,12 +448,12 @@ class _Announced:
         if op is None:
             self.peers.enter(self.units)
             work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-            self.peers.wait(work, self.units)
+            wait_for(work, self.units, self.peers.ranks)
             return
         purpose = f"the gradients of {self.units}"
         self.peers.enter(f"{purpose}, {input_tensor.numel()} elements")
         # gloo's reduce_scatter does the same, but can't be waited for with a timeout
-        self.peers.wait(dist.all_reduce(input_tensor, group=group, async_op=True), purpose)
+        wait_for(dist.all_reduce(input_tensor, group=group, async_op=True), purpose, self.peers.ranks)
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())

@@ -22,8 +22,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.operations import run_gathered, wrap_hook
+from lightning_shardckpt.parallel.tensors.operations import handler_of, run_elementwise, run_gathered, wrap_hook
 from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, ShardedTensor, map_nested
 from lightning_shardckpt.parallel.tensors.values import absent_gradient
@@ -187,7 +186,7 @@ class _Outlives(_StandsForLeaf):
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = map_nested((tuple(args), kwargs or {}), resolve_outliving)
-        if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # autograd unpacks it from other hooks
+        if in_backward() and handler_of(func) is run_elementwise:  # autograd unpacks it from other hooks
             return run_gathered(func, tuple(args), kwargs)
         return func(*args, **kwargs)
 

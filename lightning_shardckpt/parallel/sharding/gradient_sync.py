@@ -35,16 +35,10 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
-from lightning_shardckpt.parallel.tensors.placement import describe
+from lightning_shardckpt.parallel.tensors.operations import handler_of, name_of, run_plain
+from lightning_shardckpt.parallel.tensors.placement import describe, sharding_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import (
-    mark_part,
-    reduce_part,
-    refuse_batched,
-    refuse_sparse,
-    sharding_of,
-)
+from lightning_shardckpt.parallel.tensors.values import PART, reduce_part, refuse_batched, refuse_sparse
 
 # ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,14 +86,13 @@ class _LocalGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kind_of(func) is not Kind.METADATA and name_of(func) not in ("zero_", "_foreach_zero_"):
+        if handler_of(func) is not run_plain and name_of(func) not in ("zero_", "_foreach_zero_"):
             raise UnsupportedCodeError(
                 f"{name_of(func)} of the gradient of a replicated parameter, which has the batches of this rank alone, "
                 "in a backward or while gradients accumulate. Use it in on_before_optimizer_step, in a hook of the "
                 "parameter (register_hook), or train with data_parallel_shard_size greater than 1."
             )
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
+        return run_plain(func, args, kwargs or {})
 
 
 _BUFFER_BYTES = 25 << 20  # as in DistributedDataParallel
@@ -346,7 +339,7 @@ class GradientSync:
 
 def _keep_part(leaf: Any) -> None:
     """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
-    mark_part(leaf)
+    leaf.__dict__[PART] = True
     with _trained(leaf), without_torch_function():
         handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
     _put_first(gradient_hooks(leaf), handle)

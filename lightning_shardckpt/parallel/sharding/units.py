@@ -66,9 +66,9 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
 from lightning_shardckpt.parallel.tensors.gathered_weights import SavedParameters, cast_weights, has_cast_weight
 from lightning_shardckpt.parallel.tensors.operations import connect_to_shards
-from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.placement import local_part, sharding_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, is_part, sharding_of
+from lightning_shardckpt.parallel.tensors.values import PART, check_equal_on_ranks, gather_whole
 
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str, ShardedTensor]
@@ -190,7 +190,7 @@ class UnitForward:
         for leaf in call.leaves:
             if id(leaf) in by_fsdp:
                 wholes[id(leaf)] = by_fsdp[id(leaf)].whole
-            elif is_part(leaf) and not are_plain:
+            elif PART in leaf.__dict__ and not are_plain:
                 wholes[id(leaf)] = leaf
             elif are_plain or sharding_of(leaf).model_mesh is not None:
                 wholes[id(leaf)] = self._gather(leaf)

@@ -1,7 +1,7 @@
 """Gathered parameters as arguments of functions: saved for the backward, and in the dtype of autocast.
 
-Hooks for saved tensors keep a reference to a sharded parameter in place of the gathered one. They also detect changes
-of parameters between the forward and the backward.
+Hooks for saved tensors keep a reference to a sharded parameter in place of the gathered one, and detect changes of
+parameters between the forward and the backward.
 
 Autocast casts the arguments of linear layers and convolutions anyway, so a weight gathered in that dtype gives the same
 values with half the bytes. All other functions get the parameter itself.
@@ -36,8 +36,7 @@ from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS
 class SavedParameters:
     """Packs and unpacks the tensors that operations on gathered parameters save for their backward.
 
-    Autograd can't see changes of a parameter whose memory it does not keep, nor of tensors that hooks have packed, and
-    would compute wrong gradients. As for plain tensors, a change is an error.
+    As for plain tensors, a change of one is an error: autograd can't see changes of tensors that hooks have packed.
 
     Args:
         name: the name of the unit, for messages.
@@ -63,10 +62,8 @@ class SavedParameters:
         self._versions = {id(leaf): self._key(leaf) for leaf in self._leaves.values()}
 
     def _key(self, leaf: DTensor) -> tuple[int, int]:
-        """Return a key that changes if the backward would get other values."""
-        if id(leaf) in self._regather:  # sees what was assigned to ``data``, as a plain leaf does
-            return version_of(leaf), 0
-        return version_key(leaf)
+        """Return a key that changes if the backward would get other values, but not by assignments to ``data``."""
+        return (version_of(leaf), 0) if id(leaf) in self._regather else version_key(leaf)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         local = local_tensor(tensor)
@@ -131,10 +128,8 @@ def _owner_of(hook: Any) -> SavedParameters | None:
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
-"""The modules whose weights and biases are arguments of `FUNCTIONS` only."""
-FUNCTIONS = frozenset(
-    (F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-)
+"""The modules whose weights and biases are arguments of these functions only."""
+_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
 
 class CastWeight(NamedTuple):
@@ -164,7 +159,7 @@ _weights: dict[int, CastWeight] = {}
 
 @contextmanager
 def cast_weights(weights: Mapping[int, CastWeight]) -> Iterator[None]:
-    """Inside, `FUNCTIONS` get these weights in place of parameters; the keys are the ids of the parameters."""
+    """Inside, functions of `LAYERS` get these weights in place of the parameters with these ids."""
     _weights.update(weights)
     try:
         yield
@@ -180,7 +175,7 @@ def has_cast_weight(leaf: Tensor) -> bool:
 
 def cast_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Return the arguments of a function with parameters replaced by gathered weights; None if there are none."""
-    if not _weights or func not in FUNCTIONS:
+    if not _weights or func not in _FUNCTIONS:
         return None
     values = (*args, *kwargs.values())
     if any(isinstance(value, str) for value in values):  # with padding="same", other functions are called inside

@@ -1,7 +1,7 @@
-"""The implementation of torch's functions for sharded tensors, one for each `kinds.Kind`.
+"""The implementation of torch's functions for sharded tensors: a table at the end has it by the names of functions.
 
-The default is `run_gathered`: the function runs on gathered tensors, and values that it writes, also through views,
-reach the shards. Others avoid its communication and memory, or mean something else.
+The default is `run_gathered`, which is always right: the function runs on gathered tensors, and values that it writes,
+also through views, reach the shards. Others avoid its communication and memory, or mean something else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -27,13 +27,11 @@ from lightning_shardckpt.compat.torch_tensors import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gathered_weights import version_key
-from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.tensors.placement import describe, local_part
+from lightning_shardckpt.parallel.tensors.placement import describe, local_part, sharding_of
 from lightning_shardckpt.parallel.tensors.sharded import (
-    HANDLERS,
-    LEAF,
     TAKES_PRECEDENCE,
     Function,
+    Handler,
     ShardedTensor,
     as_sharded,
     is_alike,
@@ -45,6 +43,7 @@ from lightning_shardckpt.parallel.tensors.sharded import (
 )
 from lightning_shardckpt.parallel.tensors.values import (
     GATHERED,
+    RECEIVER,
     REMEDY,
     Scatter,
     check_equal_on_ranks,
@@ -52,8 +51,6 @@ from lightning_shardckpt.parallel.tensors.values import (
     gather_whole,
     is_equal_on_ranks,
     record_numbers,
-    sharding_of,
-    takes_gradients_late,
 )
 
 # ── functions of whole tensors ──────────────────────────────────────────────────────────────────────────────────────
@@ -68,9 +65,8 @@ class ShardView(Tensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kind_of(func) in (Kind.METADATA, Kind.DERIVATIVE, Kind.HOOK):
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))
+        if handler_of(func) in (run_plain, _differentiate, _register_hook):
+            return run_plain(func, args, kwargs or {})
         if not TAKES_PRECEDENCE.isdisjoint(types):
             return NotImplemented
         return run_gathered(func, tuple(args), kwargs or {})
@@ -140,12 +136,12 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     with without_torch_function():
         name = name_of(func)
-        written = [*tensors_in(args[:1] if writes_first(func) else (), {}), *tensors_in((kwargs.get("out"),), {})]
+        written = [*tensors_in(args[:1] if writes_first(func) else ()), *tensors_in(kwargs.get("out"))]
         if torch.is_grad_enabled():
             for target in written:
                 leaf = target._origin.shards if isinstance(target, ShardView) else target
                 if leaf.requires_grad and leaf.is_leaf:
-                    raise RuntimeError(LEAF)
+                    raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         tensors = tensors_in(args, kwargs)
         on_model_axes = bool(written) or not any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors)
         origins: dict[int, GatheredTensor] = {}  # by memory
@@ -157,7 +153,7 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if isinstance(value, ShardView):
                 origin, plain = value._origin, value.as_subclass(Tensor)
                 origin.refresh()
-            elif isinstance(value, DTensor) and is_sharded(value):
+            elif is_sharded(value):
                 origin = _gather_once(value, name, on_model_axes=on_model_axes)
                 plain = origin.whole
                 if torch.is_grad_enabled() and any(value is target for target in written):
@@ -198,11 +194,9 @@ def _memory(value: Tensor) -> int:
 
 # ── other kinds ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MOVES = ("cpu", "cuda", "to")
-_NUMBERS = (float, int)
 
-
-def _run_plain(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_plain(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function as torch's DTensor does."""
     with without_torch_function():
         return func(*args, **kwargs)
 
@@ -234,7 +228,7 @@ def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ── functions of rows ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a function to this rank's rows, if its tensors are sharded alike or have one element that all ranks have.
 
     Optimizer steps consist of these calls. Autograd reaches parameters only through their gather.
@@ -246,21 +240,17 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         kind = type(value)
         if kind is ShardedTensor:
             first = value if first is None else first
-            if not (spec_of(value) is spec_of(first) or is_alike(value, first)):
+            is_like_first = spec_of(value) is spec_of(first) or is_alike(value, first)
+            if not is_like_first or (records and name != "detach" and value.requires_grad):
                 return run_gathered(func, args, kwargs)
-            if records and name != "detach" and value.requires_grad:
-                return run_gathered(func, args, kwargs)
-            rows.append(rows_of(value))
+            value = rows_of(value)
         elif isinstance(value, Tensor):
-            if kind is not Tensor or value.ndim or value.requires_grad or first is None:
+            is_number = kind is Tensor and not value.ndim and not value.requires_grad
+            if first is None or not is_number or not is_equal_on_ranks(value, sharding_of(first), name):
                 return run_gathered(func, args, kwargs)
-            if not is_equal_on_ranks(value, sharding_of(first), name):
-                return run_gathered(func, args, kwargs)
-            rows.append(value)
-        else:
-            rows.append(value)
-            if kind in _NUMBERS:
-                numbers.append(value)
+        elif kind is float or kind is int:
+            numbers.append(value)
+        rows.append(value)
     if first is None or "out" in kwargs:
         return run_gathered(func, args, kwargs)
     result = func(*rows[: len(args)], **dict(zip(kwargs, rows[len(args) :], strict=True)))
@@ -271,7 +261,7 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         return first
     if not isinstance(result, Tensor):
         return result
-    if name in _MOVES and result.device != rows_of(first).device:
+    if name in ("cpu", "cuda", "to") and result.device != rows_of(first).device:
         return run_gathered(func, args, kwargs)
     return first if result is rows_of(first) else new_like(first, result)
 
@@ -290,7 +280,7 @@ def _run_on_lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
             return run_gathered(func, args, kwargs)
         if writes_first(func):
             values = [n for value in (*args, *kwargs.values()) for n in (value if type(value) is list else [value])]
-            if numbers := [value for value in values if type(value) in _NUMBERS]:
+            if numbers := [value for value in values if type(value) in (float, int)]:
                 record_numbers(name_of(func), args[0][0].shape, numbers)
         rows, keywords = map_nested((args, kwargs), local_tensor)
         results = func(*rows, **keywords)
@@ -318,7 +308,7 @@ def _run_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a custom autograd function with sharded tensors gathered. Differentiable."""
-    if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
+    if not any(is_sharded(arg) for arg in args):
         return args
     with without_torch_function():
         return tuple(gather_whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
@@ -327,19 +317,17 @@ def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | None] | None) -> None:
     """Raise if gathered copies of parameters are among ``inputs`` of ``torch.autograd.grad``, and all are unused.
 
-    A custom autograd function that runs a module in its backward, as adjoint methods do, asks for the gradients of the
-    parameters that were its arguments. These are copies from its forward, but the module has used other ones.
     ``gradients`` is None if autograd has refused unused inputs.
     """
     found = [None] * len(inputs) if gradients is None else gradients
     copies = [(t, g) for t, g in zip(inputs, found, strict=True) if hasattr(getattr(t, "grad_fn", None), GATHERED)]
     if copies and all(gradient is None for _, gradient in copies):
         raise UnsupportedCodeError(
-            "a custom autograd function runs a module in its backward, and asks torch.autograd.grad for gradients of "
-            f"parameters that were its arguments, the first of shape {tuple(copies[0][0].shape)}. It got gathered "
-            "copies of them, but the module uses the parameters. Ask for those of the module itself there, use "
-            "torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint), or call torch.autograd.backward, and "
-            "don't pass the parameters."
+            "a custom autograd function, such as an adjoint method, runs a module in its backward, and asks "
+            "torch.autograd.grad for gradients of parameters that were its arguments, the first of shape "
+            f"{tuple(copies[0][0].shape)}. It got gathered copies of them, but the module uses the parameters. Ask for "
+            "those of the module itself there, use torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint), "
+            "or call torch.autograd.backward, and don't pass the parameters."
         )
 
 
@@ -350,7 +338,7 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs") or ()
     for tensor in inputs:
-        if isinstance(tensor, DTensor) and takes_gradients_late(tensor):
+        if isinstance(tensor, DTensor) and RECEIVER in tensor.__dict__:
             raise UnsupportedCodeError(
                 f"{func.__name__} asks for the gradient of {describe(tensor)}. fully_shard computes gradients of "
                 f"parameters only in loss.backward(). {REMEDY}"
@@ -358,16 +346,13 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     with without_torch_function():
         edges = tuple(get_gradient_edge(t) if is_sharded(t) else t for t in inputs)
         options = {name: value for name, value in kwargs.items() if name != "inputs"}
-        outputs, options = map_nested((args[0], options), _gather)
+        gather = lambda t: gather_whole(t, "backward") if is_sharded(t) else t  # noqa: E731
+        outputs, options = map_nested((args[0], options), gather)
     if func is not torch.autograd.grad:
         return func(outputs, **options, inputs=edges or None)
     gradients = func(outputs, edges, **options)
     with without_torch_function():
         return tuple(_as_input(gradient, tensor) for gradient, tensor in zip(gradients, inputs, strict=True))
-
-
-def _gather(value: Tensor) -> Tensor:
-    return gather_whole(value, "backward") if isinstance(value, DTensor) and is_sharded(value) else value
 
 
 def _as_input(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
@@ -411,17 +396,78 @@ def wrap_hook(hook: Function, *, after: bool) -> Function:
     return on_accumulated if after else on_gradient
 
 
-HANDLERS.update(
-    {
-        Kind.METADATA: _run_plain,
-        Kind.DERIVATIVE: _differentiate,
-        Kind.HOOK: _register_hook,
-        Kind.ADDRESS: _refuse_address,
-        Kind.RANDOM: _draw,
-        Kind.LIKE: _make_like,
-        Kind.ELEMENTWISE: _run_elementwise,
-        Kind.LISTS: _run_on_lists,
-        Kind.EACH: _run_each,
-        Kind.WHOLE: run_gathered,
-    }
-)
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_OPERATORS = """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv
+    ifloordiv mod rmod imod pow rpow ipow neg abs pos eq ne lt le gt ge and rand iand or ror ior xor rxor ixor
+    invert lshift rlshift ilshift rshift rrshift irshift
+"""
+_WRITERS = {"__setitem__", *(f"__{name}__" for name in _OPERATORS.split() if name[0] == "i" and name != "invert")}
+_TABLE: dict[Handler, str] = {
+    # read shapes, dtypes and flags, which DTensor answers for the whole tensor, or act on its place in the graph
+    run_plain: """
+        size dim ndimension numel nelement is_floating_point is_complex is_signed is_conj is_neg element_size
+        is_contiguous stride storage_offset has_names is_inference is_shared is_pinned get_device requires_grad_ __len__
+        is_same_size __hash__ __dir__ _is_view is_coalesced _is_zerotensor result_type can_cast is_tensor is_storage
+        is_distributed is_set_to _has_compatible_shallow_copy_type _has_grad_dtype_override
+        backward retain_grad __reduce_ex__ __setstate__ detach_
+        """,
+    run_gathered: "T H mT mH real imag data grad",  # all other properties are metadata
+    _register_hook: "register_hook register_post_accumulate_grad_hook",
+    _refuse_address: "data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__",
+    _draw: """
+        rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
+        geometric_ kaiming_uniform_ kaiming_normal_ constant_
+        """,
+    _make_like: "zeros_like ones_like full_like empty_like",
+    # compute each element from the elements at its position
+    run_elementwise: """
+        add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power neg
+        negative abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin
+        cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit clamp clip clamp_min clamp_max
+        maximum minimum fmax fmin where lerp addcmul addcdiv eq ne lt le gt ge greater greater_equal less less_equal
+        not_equal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+        isfinite isinf isnan isposinf isneginf nan_to_num floor ceil round trunc fix frac copysign hypot xlogy
+        masked_fill clone detach contiguous to type float double half bfloat16 int long short char byte bool cpu
+        cuda copy zero fill alias positive ldexp nextafter heaviside deg2rad rad2deg digamma lgamma i0 sinc relu
+        conj_physical
+        """
+    + " ".join(f"__{name}__" for name in _OPERATORS.split()),
+    _run_each: "_foreach_norm _foreach_max",
+}
+_HANDLERS = {name: handler for handler, names in _TABLE.items() for name in names.split()}
+
+
+@cache
+def handler_of(func: Function) -> Handler:
+    """Return the implementation of a function, as ``__torch_function__`` gets it."""
+    name = name_of(func)
+    if getattr(func, "__module__", None) == "torch.autograd":
+        return _differentiate
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return _HANDLERS.get(name, _run_on_lists)
+    if getattr(func, "__name__", name) != name:  # a property
+        return _HANDLERS.get(name, run_plain)
+    return _HANDLERS.get(name) or _HANDLERS.get(name.removesuffix("_"), run_gathered)
+
+
+ShardedTensor._find_handler = handler_of
+
+
+@cache
+def name_of(func: Function) -> str:
+    """Return the name of a function, or of the property whose accessor it is."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(func.__self__.__name__)  # type: ignore[attr-defined]  # of a property of Tensor
+    return str(name)
+
+
+@cache
+def writes_first(func: Function) -> bool:
+    """Return whether a function changes its first argument."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return name in _WRITERS
+    return name.endswith("_") and name not in ("requires_grad_", "retain_grad_", "detach_")

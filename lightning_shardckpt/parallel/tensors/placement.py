@@ -4,9 +4,9 @@ A tensor is sharded by rows over the data axes (FSDP), with any placement over t
 and "shard"; the others are tensor-parallel. A rank's tensor-parallel part is split over "shard" along dim 0, into equal
 runs of rows as by ``torch.chunk``. Tensors without dims stay plain.
 
-Ranks that run different code (a layer that only one of them uses, ``if rank == 0: print(weight.norm())``) enter
-different collectives. Since collectives are matched by their order, tensors would be mixed silently, or the ranks would
-hang. So ranks announce the next collective over a separate gloo group:
+Collectives are matched by their order. If ranks run different code (a layer that only one of them uses, ``if rank == 0:
+print(weight.norm())``), tensors would be mixed silently, or the ranks would hang. So ranks announce the next collective
+over a separate gloo group:
 
 * a gather or reduction of a module, if it differs from the one at this position of the previous step;
 * a read by user code, always, with the line of code that reads.
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, local_tensor, spec_of
 from lightning_shardckpt.compat.torch_distributed import PrefixStore, all_gather_single, get_if_set, group_of_name
 from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group, notices, wait_for
 from lightning_shardckpt.distributed.world import current_world
@@ -78,9 +78,14 @@ def describe(tensor: DTensor) -> str:
     return f"{tensor.__dict__.get(NAME, 'a tensor')} of shape {tuple(tensor.shape)}"
 
 
+def sharding_of(tensor: DTensor | DTensorSpec) -> Sharding:
+    """Return how a tensor is sharded, or tensors with a spec are."""
+    spec = tensor if isinstance(tensor, DTensorSpec) else spec_of(tensor)
+    return _resolve_sharding(spec.mesh, tuple(spec.placements))
+
+
 @lru_cache(maxsize=4096)
-def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding:
-    """Return the sharding that a mesh and placements stand for."""
+def _resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     sizes = dict(zip(names, mesh.shape, strict=True))
     peers = {name: peers_of(mesh if mesh.ndim == 1 else mesh[name]) for name in names if sizes[name] > 1}
@@ -94,7 +99,7 @@ def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sha
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:
     """Return the spec that shards a tensor's rows over ``data_mesh``, in addition to its tensor-parallel placements.
 
-    The axes of ``data_mesh`` are "replicate" and "shard", or "shard" only; ``root`` is the mesh of all ranks.
+    The axes of ``data_mesh`` are "replicate" and "shard", or "shard" only; all axes are those of ``root``.
     """
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     rows: Placement = Shard(0)
@@ -108,17 +113,13 @@ def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTenso
     )
     if parts > 1:
         rows = StridedShard(0, split_factor=parts)
-    mesh = _joined(data_mesh, tensor.device_mesh, root)
+    mesh = _slice(root, (*(data_mesh.mesh_dim_names or ()), *(tensor.device_mesh.mesh_dim_names or ())))
     return DTensorSpec(mesh, (*replicas, rows, *tensor.placements), tensor_meta=meta)
 
 
 @lru_cache(maxsize=64)
-def _joined(data_mesh: DeviceMesh, model_mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
-    model_names = model_mesh.mesh_dim_names or ()
-    names = (*(data_mesh.mesh_dim_names or ()), *model_names)
-    if set(names) <= set(root.mesh_dim_names or ()) and root[model_names] == model_mesh:
-        return root[names]
-    return join_meshes([data_mesh, model_mesh])
+def _slice(root: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return root[names]
 
 
 def own_rows(part: Tensor, sharding: Sharding) -> Tensor:
@@ -129,32 +130,29 @@ def own_rows(part: Tensor, sharding: Sharding) -> Tensor:
     return part[sharding.shard.rank * each :][:each]
 
 
-def model_part(whole: Tensor, sharding: Sharding) -> Tensor:
-    """Return this rank's tensor-parallel part of a whole tensor; may share its memory. No communication."""
-    if sharding.model_mesh is None:
-        return whole
-    return local_tensor(distribute_tensor(whole, sharding.model_mesh, sharding.model, src_data_rank=None))
-
-
 def local_part(whole: Tensor, sharding: Sharding) -> Tensor:
     """Return this rank's part of a whole tensor; may share its memory. No communication."""
-    return own_rows(model_part(whole, sharding), sharding)
+    return own_rows(_model_part(whole, sharding), sharding)
 
 
 @lru_cache(maxsize=4096)
 def model_shape(shape: torch.Size, sharding: Sharding) -> torch.Size:
     """Return the shape of this rank's tensor-parallel part."""
-    return model_part(torch.empty(shape, device="meta"), sharding).shape
+    return _model_part(torch.empty(shape, device="meta"), sharding).shape
+
+
+def _model_part(whole: Tensor, sharding: Sharding) -> Tensor:
+    if sharding.model_mesh is None:
+        return whole
+    return local_tensor(distribute_tensor(whole, sharding.model_mesh, sharding.model, src_data_rank=None))
 
 
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 READ_TIMEOUT_S = 300.0
-_FRAMEWORKS = (
-    *("torch.", "lightning_shardckpt.compat."),
-    *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
-)
+_OURS = ("compat.", "parallel.tensors.", "parallel.sharding.")
+_FRAMEWORKS = ("torch.", *(f"lightning_shardckpt.{room}" for room in _OURS))
 _SAME_MODULES = (
     "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
     "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
@@ -208,21 +206,16 @@ class Peers:
     def enter(self, purpose: str) -> None:
         """Announce the next collective, unless it is the one at this position of the previous step.
 
-        A rank that announces waits here; ranks that don't find its notice in `wait`. If the ranks announce different
-        collectives, every rank raises an UnsupportedCodeError.
+        A rank that announces waits here; ranks that don't find its notice while they wait for a collective. If the
+        ranks announce different ones, every rank raises an UnsupportedCodeError.
         """
-        position = len(self._entered)
         self._entered.append(purpose)
-        if self._entered_before[position : position + 1] != [purpose]:
+        if self._entered_before[len(self._entered) - 1 : len(self._entered)] != [purpose]:
             self.compare(purpose)
 
     def end_step(self, *, is_alike: bool) -> None:
         """Begin the next step; ``is_alike``: the ranks have verified that they entered the same collectives."""
         self._entered_before, self._entered = self._entered if is_alike else [], []
-
-    def wait(self, work: dist.Work | None, purpose: str) -> None:
-        """Wait for a collective of a module on CPUs; raise if a rank waits in an announcement instead."""
-        wait_for(work, purpose, self.ranks)
 
     def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:
         """Compare what each rank did last, and a digest of ``before``; return the numbers of every rank.
@@ -243,19 +236,6 @@ class Peers:
         """
         return self._announce(f"{what} ({calling_line()})", numbers, is_read=True)
 
-    def gather_read(self, flat: Tensor, what: str) -> Tensor:
-        """Return the flat tensors of all ranks, concatenated. Collective. Call `share` before."""
-        every = flat.new_empty(self.size * flat.numel())
-        if flat.device.type == "cpu":
-            self._wait(all_gather_single(every, flat.contiguous(), group=self.reads, async_op=True), what, is_read=True)
-        else:
-            all_gather_single(every, flat.contiguous(), group=self.group)
-        return every
-
-    def broadcast_read(self, flat: Tensor, what: str) -> None:
-        """Broadcast a CPU tensor from the first rank. Collective. Call `share` before."""
-        self._wait(dist.broadcast(flat, group=self.reads, group_src=0, async_op=True), what, is_read=True)
-
     # --- announcements ---
 
     def _announce(self, what: str, numbers: Sequence[float], *, is_read: bool, before: int = 0) -> list[list[float]]:
@@ -265,7 +245,7 @@ class Peers:
             [self._announcements, zlib.crc32(what.encode(), before), *numbers], dtype=torch.float64
         )
         gathered = own.new_empty(self.size * own.numel())
-        self._wait(all_gather_single(gathered, own, group=self.reads, async_op=True), what, is_read=is_read)
+        self.wait(all_gather_single(gathered, own, group=self.reads, async_op=True), what, is_read=is_read)
         every = gathered.view(self.size, -1).tolist()
         if any(row[:2] != every[0][:2] for row in every):
             self._refuse(what, is_read=is_read)
@@ -283,8 +263,8 @@ class Peers:
         each = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in zip(self.ranks, every, strict=True))
         raise UnsupportedCodeError(f"{problem}: {each}. {advice}")
 
-    def _wait(self, work: dist.Work | None, what: str, *, is_read: bool) -> None:
-        """Wait for the last announcement, or for the read after it. Only reads have a timeout.
+    def wait(self, work: dist.Work | None, what: str, *, is_read: bool = True) -> None:
+        """Wait for the last announcement, or for the read on CPUs after it. Only reads have a timeout.
 
         Posts to the store where this rank waits, and raises if another rank has found that it waits elsewhere.
         """
@@ -328,22 +308,15 @@ class Peers:
         return PrefixStore(f"shardckpt-reads-{self.reads_name}", current_world().store)
 
 
-def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
+def build_peers(mesh: DeviceMesh, timeout_s: float) -> None:
     """Create the gloo group for announcements and reads on every axis of ``mesh``, a mesh of the world.
 
     Collective: every rank of the world must call it.
     """
-    names = mesh.mesh_dim_names
-    assert names is not None
-    ranks = mesh.mesh
-    for dim, name in enumerate(names):
-        if ranks.shape[dim] == 1 or name == "pipeline":
-            continue
-        own = mesh[name]
-        for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
-            if dist.get_rank() in row:
-                group = new_gloo_group(row, timeout_s=4 * timeout_s)
-                _add_peers(own, Peers(own.get_group().group_name, group.group_name, timeout_s))
+    for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if size > 1 and axis != "pipeline":
+            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+            _add_peers(mesh[axis], new_gloo_group(ranks, timeout_s=4 * timeout_s), timeout_s)
 
 
 def peers_of(mesh: DeviceMesh) -> Peers:
@@ -352,14 +325,13 @@ def peers_of(mesh: DeviceMesh) -> Peers:
     Collective the first time, for a mesh without groups from `build_peers`.
     """
     if mesh not in _peers:
-        group = mesh.get_group()
-        _add_peers(mesh, Peers(group.group_name, host_group(group).group_name))
+        _add_peers(mesh, host_group(mesh.get_group()), READ_TIMEOUT_S)
     return _peers[mesh]
 
 
-def _add_peers(mesh: DeviceMesh, peers: Peers) -> None:
-    _peers[mesh] = peers
-    notices.append(peers.raise_if_awaited)
+def _add_peers(mesh: DeviceMesh, reads: dist.ProcessGroup, timeout_s: float) -> None:
+    _peers[mesh] = Peers(mesh.get_group().group_name, reads.group_name, timeout_s)  # in place of an earlier world's
+    notices.append(_peers[mesh].raise_if_awaited)
 
 
 def calling_line() -> str:

@@ -15,9 +15,8 @@ All ranks must therefore run the same operations in the same order; ``placement.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +34,20 @@ from lightning_shardckpt.compat.dtensor import (
 from lightning_shardckpt.compat.torch_tensors import mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gathered_weights import cast_arguments
-from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, describe, local_part
-from lightning_shardckpt.parallel.tensors.values import (
-    RECEIVER,
-    check_equal_on_ranks,
-    gather_whole,
+from lightning_shardckpt.parallel.tensors.placement import (
+    ASSIGNMENTS,
+    DATA_AXES,
+    NAME,
+    describe,
+    local_part,
     sharding_of,
-    takes_gradients_late,
 )
+from lightning_shardckpt.parallel.tensors.values import RECEIVER, check_equal_on_ranks, gather_whole
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
-HANDLERS: dict[Kind, Handler] = {}
-"""The implementation of torch's functions for sharded tensors, by kind; `operations` fills it."""
-
 TAKES_PRECEDENCE = set[type]()
 """Classes whose ``__torch_function__`` is called before the one of sharded tensors."""
-LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
@@ -61,6 +56,8 @@ class ShardedTensor(DTensor):
     """A DTensor that behaves like the whole tensor, as the module's docstring says. Made by `as_sharded`."""
 
     __slots__: list[str] = []
+    _find_handler: ClassVar[Callable[[Function], Handler]]
+    """Returns the implementation of a function of torch for sharded tensors; `operations` sets it."""
 
     @classmethod
     def __torch_function__(
@@ -73,7 +70,7 @@ class ShardedTensor(DTensor):
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
         if (cast := cast_arguments(func, args, kwargs)) is not None:
             return func(*cast[0], **cast[1])
-        return _handler_of(func)(func, tuple(args), kwargs)
+        return cls._find_handler(func)(func, tuple(args), kwargs)
 
     @property
     def data(self) -> ShardedTensor:
@@ -144,7 +141,7 @@ class ShardedTensor(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Return this rank's rows, for parameters of torch's engine only if autograd does not record their use."""
-        if torch.is_grad_enabled() and self.requires_grad and takes_gradients_late(self):
+        if torch.is_grad_enabled() and self.requires_grad and RECEIVER in self.__dict__:
             raise UnsupportedCodeError(
                 f"to_local() of {describe(self)} gives the rows of one rank, whose gradient no engine reduces. Use the "
                 "parameter itself, full_tensor(), or torch.no_grad()."
@@ -186,11 +183,6 @@ class ShardedTensor(DTensor):
         )
 
 
-@cache  # an enum computes its hash in Python
-def _handler_of(func: Function) -> Handler:
-    return HANDLERS[kind_of(func)]
-
-
 def as_sharded(tensor: Tensor) -> ShardedTensor:
     """Turn a DTensor into a ShardedTensor in place, and return it."""
     if type(tensor) is DTensor:
@@ -212,7 +204,7 @@ def new_like(tensor: DTensor, local: Tensor) -> ShardedTensor:
     return made
 
 
-def is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is sharded over the data axes; False for activations of a tensor-parallel plan."""
     if isinstance(value, ShardedTensor):
         return True
@@ -221,10 +213,8 @@ def is_sharded(value: object) -> bool:
 
 def is_alike(value: Tensor, tensor: DTensor) -> bool:
     """Return whether both have the same shape and sharding."""
-    if value is tensor:
-        return True
-    if not isinstance(value, DTensor):
-        return False
+    if value is tensor or not isinstance(value, DTensor):
+        return value is tensor
     one, other = spec_of(value), spec_of(tensor)
     if one is other:
         return True
@@ -243,15 +233,11 @@ def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
     return local_part(value.to(tensor.device), sharding).clone()
 
 
-def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors among arguments, also in lists and dicts."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value, {})
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values(), {})
+def tensors_in(*values: Any) -> list[Any]:
+    """Return the tensors among values, also in lists, tuples and dicts."""
+    found = list[Any]()
+    map_nested(values, found.append)
+    return found
 
 
 def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -1,8 +1,7 @@
 """Values that ranks compute together: whole tensors and their gradients, random numbers, and checks for equality.
 
 Every function that communicates is collective: every rank that has a shard must call it, with the same tensors in the
-same order. Ranks announce a gather and its reduction over gloo before they begin, so that a mismatch is an error on
-every device.
+same order. Ranks announce a gather and its reduction over gloo before they begin.
 
 The gradient of a whole tensor is the gradient of this rank's loss; the gradient of a shard is the gradient of the mean
 of all losses. So a whole gradient is averaged over the data axes, and every rank keeps its rows.
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, shape_of, spec_of
 from lightning_shardckpt.compat.torch_autograd import is_batched
-from lightning_shardckpt.compat.torch_distributed import group_of_name
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, group_of_name
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -39,24 +38,23 @@ from lightning_shardckpt.parallel.tensors.placement import (
     local_part,
     model_shape,
     own_rows,
-    resolve_sharding,
+    sharding_of,
 )
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the tensor-parallel group on whose ranks its gradients are partial sums."""
 RECEIVER = "_shardckpt_receiver"
-"""Attribute of a parameter that ``fully_shard`` gathers: a function that adds rows to its gradient after a backward."""
+"""Attribute of a parameter that ``fully_shard`` gathers: a function that adds rows to its gradient after a backward.
+
+Autograd must reach such a parameter only through `Gather`.
+"""
+PART = "_shardckpt_part"
+"""Attribute of a parameter that only a tensor-parallel plan shards: it computes by itself, as torch's DTensor."""
 GATHERED = "_shardckpt_gathered"
 """Attribute of the autograd nodes whose outputs are gathered parameters."""
 REMEDY = "Leave that module whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))"
 _ABSENT = "_shardckpt_absent"
-_PART = "_shardckpt_part"
-
-
-def takes_gradients_late(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter of ``fully_shard``; autograd must reach it only through `Gather`."""
-    return RECEIVER in tensor.__dict__
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +80,10 @@ class GatherItem:
 
     @classmethod
     def of(cls, shard: DTensor) -> GatherItem:
-        spec = spec_of(shard)
-        sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
-        whole = None
+        spec, sharding, whole = spec_of(shard), sharding_of(shard), None
         if sharding.model_mesh is not None:
             whole = DTensorSpec(sharding.model_mesh, sharding.model, tensor_meta=spec.tensor_meta)
-        assert spec.tensor_meta is not None
-        shape, partial = model_shape(spec.tensor_meta.shape, sharding), shard.__dict__.get(PARTIAL)
+        shape, partial = model_shape(shape_of(shard), sharding), shard.__dict__.get(PARTIAL)
         return cls(describe(shard), spec, whole, sharding, shape, local_tensor(shard).device, partial)
 
     def wrap(self, gathered: Tensor) -> Tensor:
@@ -108,7 +103,12 @@ class GatherItem:
         padded = -(-self.shape[0] // peers.size) * self.shape[1:].numel()
         flat = torch.empty(padded, dtype=local.dtype, device=device)
         flat[: local.numel()].copy_(local.reshape(-1))
-        memory = peers.gather_read(flat, what)  # no view of it, so that user code may change the result in place
+        memory = flat.new_empty(peers.size * padded)
+        if device.type == "cpu":
+            peers.wait(all_gather_single(memory, flat, group=peers.reads, async_op=True), what)
+        else:
+            all_gather_single(memory, flat, group=peers.group)
+        # no view of it, so that user code may change the result in place
         gathered = memory.new_empty(0).set_(memory.untyped_storage(), memory.storage_offset(), self.shape)  # type: ignore[call-overload]  # typed since 2.13
         return self.wrap(gathered)
 
@@ -186,16 +186,6 @@ class Gather(torch.autograd.Function):
         return reduced, None, None, None
 
 
-def is_part(leaf: Tensor) -> bool:
-    """Return whether `reduce_part` keeps the gradients of a parameter of a tensor-parallel plan whole."""
-    return _PART in leaf.__dict__
-
-
-def mark_part(leaf: DTensor) -> None:
-    """Let a parameter that only a tensor-parallel plan shards compute by itself: no rank has another batch."""
-    leaf.__dict__[_PART] = True
-
-
 def reduce_part(placements: Sequence[Placement], name: str, gradient: Tensor) -> Tensor:
     """Return the gradient of a parameter with its tensor-parallel placements.
 
@@ -211,12 +201,6 @@ def reduce_part(placements: Sequence[Placement], name: str, gradient: Tensor) ->
     if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(placements):  # such as a partial sum
         gradient = gradient.redistribute(placements=placements)
     return gradient
-
-
-def sharding_of(tensor: DTensor) -> Sharding:
-    """Return how a tensor is sharded."""
-    spec = spec_of(tensor)
-    return resolve_sharding(spec.mesh, tuple(spec.placements))
 
 
 def gather_whole(
@@ -288,21 +272,18 @@ def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
     Returns:
         Tensors, and other entries of the state dict, by name, on every rank.
     """
-    entries: dict[str, Any] = {}
+    own = dict[str, Any]()
     for name, value in module.state_dict().items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             value = value.detach().cpu().clone() if cpu else value.detach().clone()
-        entries[name] = value
-    group = next((PIPELINES[part] for part in module.modules() if part in PIPELINES), None)
-    return entries if group is None else _join_stages(entries, host_group(group_of_name(group)))
-
-
-def _join_stages(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the entries of all ranks of a pipeline, each from the first rank that has it. Collective."""
-    entries = dict[str, Any]()
-    for source in range(group.size()):
+        own[name] = value
+    name_of_group = next((PIPELINES[part] for part in module.modules() if part in PIPELINES), None)
+    if name_of_group is None:
+        return own
+    group, entries = host_group(group_of_name(name_of_group)), dict[str, Any]()
+    for source in range(group.size()):  # each entry comes from the first stage that has it
         for name in broadcast_object([name for name in own if name not in entries], source, group):
             value = own.get(name)
             sent = broadcast_object(value.cpu() if isinstance(value, Tensor) else value, source, group)
@@ -319,19 +300,17 @@ _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 
 def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:
     """Return whether a plain tensor has equal bits on all ranks of a sharded tensor's mesh."""
-    mark = (version_of(value), id(sharding))
+    mark, is_same = (version_of(value), id(sharding)), True
     if _equal.get(value) == mark:
         return True
-    content = byte_view(value.detach().contiguous()).cpu().numpy()
-    own = float(zlib.crc32(content.tobytes()))
-    same = True
+    own = float(zlib.crc32(byte_view(value.detach().contiguous()).cpu().numpy().tobytes()))
     for peers in (*sharding.data_axes, *sharding.others):
         every = peers.share(f"{what} with a tensor of shape {tuple(value.shape)}", [own])
-        same = same and all(numbers == [own] for numbers in every)
-        own = float(same and own)  # passes a difference on to the ranks of the next axis
-    if same:
+        is_same = is_same and all(numbers == [own] for numbers in every)
+        own = float(is_same and own)  # passes a difference on to the ranks of the next axis
+    if is_same:
         _equal[value] = mark
-    return same
+    return is_same
 
 
 def check_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> None:
@@ -365,17 +344,17 @@ def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def draw_like_first_rank(sharding: Sharding, device: torch.device, what: str) -> Iterator[None]:
     """Inside, all ranks draw the first rank's random numbers; afterwards, ranks with another state get it back."""
-    cuda = device.type == "cuda"
-    own = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    is_gpu = device.type == "cuda"
+    own = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
     state = own.clone()
     for peers in (*sharding.data_axes, *sharding.others):
         mark = float(zlib.crc32(state.numpy().tobytes()))
         if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
-            peers.broadcast_read(state, what)
+            peers.wait(dist.broadcast(state, group=peers.reads, group_src=0, async_op=True), what)
 
     def set_state(new: Tensor) -> None:
         if not torch.equal(own, state):
-            torch.cuda.set_rng_state(new, device) if cuda else torch.set_rng_state(new)
+            torch.cuda.set_rng_state(new, device) if is_gpu else torch.set_rng_state(new)
 
     set_state(state)
     try:
@@ -392,19 +371,18 @@ _NOTHING = -(1 << 62)  # less than any hash or its negative
 
 class _Numbers:
     mark = 0
-    last: tuple[str, Sequence[float], Sequence[int]] | None = None
+    last: tuple[str, Sequence[float], Sequence[int]] = ("nothing", (), ())
 
 
 def record_numbers(name: str, shape: Sequence[int], numbers: Sequence[float]) -> None:
     """Record numbers that the function ``name`` is about to write into a tensor of ``shape``."""
-    _Numbers.last = name, numbers, shape
-    _Numbers.mark = hash((_Numbers.mark, *numbers)) & _BITS
+    _Numbers.last, _Numbers.mark = (name, numbers, shape), hash((_Numbers.mark, *numbers)) & _BITS
 
 
 def report_numbers(stage: int, stages: int) -> list[int]:
     """Return numbers for `refuse_different_numbers`, which takes their maxima over the ranks of all pipeline stages."""
     own = [_NOTHING] * (2 * stages)
-    own[2 * stage], own[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
+    own[2 * stage : 2 * stage + 2] = _Numbers.mark, -_Numbers.mark
     return own
 
 
@@ -418,7 +396,7 @@ def refuse_different_numbers(maxima: Sequence[int]) -> None:
     """
     if all(a == -b for a, b in zip(maxima[::2], maxima[1::2], strict=True) if a != _NOTHING):
         return
-    name, numbers, shape = _Numbers.last or ("nothing", (), ())
+    name, numbers, shape = _Numbers.last
     raise UnsupportedCodeError(
         "the ranks wrote different numbers into sharded parameters or optimizer state since they last agreed, so their "
         f"shards belong to different models now. Here the last was {name}({', '.join(map(repr, numbers))}) into a "
@@ -430,4 +408,4 @@ def refuse_different_numbers(maxima: Sequence[int]) -> None:
 
 def reset_numbers() -> None:
     """Forget all recorded numbers; every rank must do so at the same point of the run."""
-    _Numbers.mark, _Numbers.last = 0, None
+    _Numbers.mark, _Numbers.last = 0, ("nothing", (), ())

@@ -15,7 +15,6 @@ from lightning_shardckpt.compat.dtensor import (
     StridedShard,
     TensorMeta,
     has_own_state_dict,
-    join_meshes,
     live_state_dict,
     local_tensor,
     new_dtensor,
@@ -56,16 +55,6 @@ def check_strided() -> None:
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
     made = new_dtensor(whole.chunk(2)[column].chunk(2)[row].clone(), spec)
     assert torch.equal(made.full_tensor(), whole)
-
-
-def check_joined() -> None:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    groups = dist.distributed_c10d._world.group_count
-    joined = join_meshes([root["b"], root["a"]])
-    assert dist.distributed_c10d._world.group_count == groups  # none was made
-    assert joined.mesh_dim_names == ("b", "a")
-    assert joined.mesh.tolist() == root.mesh.T.tolist()
-    assert dist.get_process_group_ranks(joined.get_group("a")) == dist.get_process_group_ranks(root.get_group("a"))
 
 
 def check_siblings() -> None:
@@ -137,7 +126,7 @@ def check_state_dicts() -> None:
 
 
 CHECKS = {check_parts: 2, check_state_dicts: 2}
-CHECKS |= {check_strided: 4, check_joined: 4, check_siblings: 4}
+CHECKS |= {check_strided: 4, check_siblings: 4}
 
 
 def test_dtensors_their_meshes_and_state_dicts_are_those_of_torch() -> None:

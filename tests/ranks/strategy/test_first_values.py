@@ -237,6 +237,12 @@ class Aliasing(nn.Embedding):
         self.register_buffer("first_row", self.weight.detach()[0])
 
 
+class Anchored(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(tiny.VOCABULARY, 4)
+        self.norm = self.weight.detach().norm()
+
+
 class Unrepeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -275,12 +281,13 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "a buffer in the memory of a parameter": (
         *(Aliasing, "the buffer net.first_row is in the memory of the parameter net.weight"),
     ),
+    "an attribute of values": (Anchored, r"the attribute norm of net \(Anchored\) has no values"),
     "a buffer without a value": (partial(on_meta, Scaled), "  net.scale  buffer of Scaled"),
     "what no method does": (partial(on_meta, Unrepeated), CHANGED.format(2, 1)),
     "more than a method": (partial(on_meta, partial(Repeated, nn.init.orthogonal_)), CHANGED.format(3, 2)),
     "more by a view": (partial(on_meta, partial(Repeated, change_view)), CHANGED.format(3, 2)),
     "a failure of rank 0": (partial(fails, 0), f"rank 0 {FAILED}|^'no such file'"),
-    "a failure of rank 1": (partial(fails, 1), f"rank 1 {FAILED}.*move it into __init__|^'no such file'"),
+    "a failure of rank 1": (partial(fails, 1), f"rank 1 {FAILED}.*belongs into __init__|^'no such file'"),
     "a shape": (partial(differs, "shape"), DIFFERENT + r"net.a.weight  parameter of Embedding  \(10, 4\)"),
     "a name": (partial(differs, "name"), DIFFERENT + "net.extra.weight  parameter of Linear"),
     "a tie": (partial(differs, "tie"), DIFFERENT + "net.b.weight  parameter of Embedding"),
