@@ -146,14 +146,13 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.Redu
     return tensor
 
 
-def pickle_to_tensors(value: Any) -> tuple[Tensor, Tensor]:
-    """Pickle an object into tensors of its bytes (uint8) and their number (int64), for other ranks of this run."""
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    return content, torch.tensor([content.numel()])
+def pickle_to_tensor(value: Any) -> Tensor:
+    """Pickle an object into a tensor of its bytes (uint8), for other ranks of this run."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def unpickle_tensor(content: Tensor) -> Any:
-    """Return the object of bytes from `pickle_to_tensors`, after which other bytes may follow."""
+    """Return the object of bytes from `pickle_to_tensor`, after which other bytes may follow."""
     return pickle.loads(content.numpy().data)
 
 
@@ -166,7 +165,8 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     if group.size() == 1:
         return value
     is_source, ranks = group.rank() == source, [dist.get_global_rank(group, source)]
-    content, count = pickle_to_tensors(value if is_source else None)
+    content = pickle_to_tensor(value if is_source else None)
+    count = torch.tensor(content.numel())
     wait_for(dist.broadcast(count, group=group, group_src=source, async_op=True), "a broadcast", ranks)
     if not is_source:
         content = torch.empty(int(count), dtype=torch.uint8)

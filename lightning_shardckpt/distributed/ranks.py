@@ -41,9 +41,8 @@ class Ranks:
     """The processes that save and load one checkpoint together.
 
     All must create their instances, and take the steps of each, in the same order. Values in steps must be JSON.
-
-    ``rank`` counts by the order of members, whose number is ``world``. Set ``is_background`` if another thread than the
-    main one takes the steps.
+    ``rank`` counts by the order of members, whose number is ``world``; set ``is_background`` for another thread than
+    the main one.
 
     Args:
         peers: all processes that share a store, and this one's rank among them; None for a single process.
@@ -202,25 +201,19 @@ class Ranks:
         self._peers.look()
         for rank, member in enumerate(self._members):
             if (reason := self._peers.gone.get(member)) is not None:
-                text = _json({"error": _report(RankError(self._peers.lost or reason)), "ranks": [rank]})
+                report = _report(RankError(self._peers.lost or reason))
+                text = json.dumps({"error": report, "ranks": [rank]}).encode()
                 for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                     if not self._store.check([key]):
                         put_bytes(self._store, key, text)
 
 
-# ── errors and results as JSON ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _call(work: Callable[[], dict[str, Any]]) -> tuple[bytes, BaseException | None]:
     """Return the result of ``work`` as JSON, or its error in place of a result, and the error."""
     try:
-        return _json(work()), None
+        return json.dumps(work()).encode(), None
     except BaseException as error:
-        return _json({"error": _report(error)}), error
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode()
+        return json.dumps({"error": _report(error)}).encode(), error
 
 
 def _report(error: BaseException) -> tuple[str, str, int | None]:
@@ -254,7 +247,6 @@ def refuse_unusable_world(ranks: Ranks) -> None:
     waited: list[int] = ranks.step(phase, unusable, lambda rows: [rank for rank, row in enumerate(rows) if row])
     if waited:
         raise RankError(
-            f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited)} in a "
-            "collective that another rank never entered, because it had failed alone. The connections of the process "
-            "group are of no use after that: start the processes again, from the last checkpoint"
+            f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited)} in a collective that "
+            "another rank, which had failed alone, never entered: start all processes again, from the last checkpoint"
         )

@@ -1,16 +1,15 @@
 """The ranks of a process group, and whether they live: a dead or failed rank ends what waits for it.
 
-NCCL does not notice that a peer is gone: the others would wait in a collective until the timeout of the process group.
-So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
-processes of its host still live, by Linux's /proc, and which reports there are in the store: of a dead process, of a
-rank that ends with an uncaught exception, also between two runs, and of one that leaves a run with an error, for the
-ranks in the same run. The others read the report, wait ``exception_agreement_s`` in case they fail with an error of
-their own, log it, and abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait
-until the timeout of the process group, but waits of this package end. A rank that is slow, stopped or in a debugger is
+NCCL does not notice that a peer is gone. So each rank looks every few seconds, in a daemon thread from its first run or
+``fabric.launch`` to its end, whether the processes of its host still live, by Linux's /proc, and which reports there
+are in the store: of a dead process, of a rank that ends with an uncaught exception, also between two runs, and of one
+that leaves a run with an error, for the ranks in the same run. The others read the report, wait
+``exception_agreement_s`` in case they fail with an error of their own, log it, and abort the communicators of their
+accelerator. Gloo's can't be aborted, but waits of this package end. A rank that is slow, stopped or in a debugger is
 waited for, and so is a machine whose processes no other rank sees: the launcher ends the job then.
 
-A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
-epoch, which can't end without it, reports that.
+A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of it
+reports that.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class World:
     def watch(self, tuning: Tuning) -> None:
         """Watch the other ranks until this process ends, or the default process group is destroyed.
 
-        A later call changes the times. Does nothing if the system can start no more threads. Every rank must call it.
+        Every rank must call it; later calls change the times. Does nothing if the system can start no more threads.
         """
         self.tuning = tuning
         if not self._running.locked() and not self._has_left:
@@ -202,7 +201,10 @@ class World:
     def look(self) -> None:
         """Look for ended processes and for reports. Any thread may call it. Raises RuntimeError without the store."""
         with self._looking:
-            ended = self._ended_processes()  # first: one that leaves says so before it ends
+            while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
+                self._processes.append(tuple(json.loads(entry)))
+            # first: one that leaves says so before it ends
+            ended = {rank: pid for rank, pid, started in self._processes if started and start_time(pid) != started}
             for number in range(1, self.store.add("reports", 0) + 1):
                 if number not in self._reports and (entry := get_if_set(self.store, f"report/{number}")) is not None:
                     rank, run, text = json.loads(entry)
@@ -221,16 +223,9 @@ class World:
                 if epoch == own_epoch and begun > batches:  # its epoch is over, and this rank goes on in it
                     self._report(None, self._run, unequal_batches_text(epoch, rank, batches, self.rank, begun))
 
-    def _ended_processes(self) -> dict[int, int]:
-        while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
-            self._processes.append(tuple(json.loads(entry)))
-        return {rank: pid for rank, pid, started in self._processes if started and start_time(pid) != started}
-
     def find_lost(self) -> str | None:
-        """Return the sentence of ``lost``, or of a rank with a new report, or whose process has ended.
-
-        Looks for as long as ``error_delivery_s``, since the connections of a process end before the process.
-        """
+        """Return the sentence of ``lost``, or of a rank with a new report, or whose process has ended."""
+        # the connections of a process end before the process
         deadline, found = time.monotonic() + self.tuning.error_delivery_s, None
         with suppress(RuntimeError):  # the store's: it is gone
             while found is None:
@@ -281,9 +276,6 @@ def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun:
     )
 
 
-# ── the world of the default process group ────────────────────────────────────────────────────────────────────────────
-
-
 # The default store keeps a server in this process alive while other ranks may use it.
 _worlds: WeakKeyDictionary[dist.ProcessGroup, tuple[World, Store]] = WeakKeyDictionary()
 
@@ -316,9 +308,9 @@ def raise_if_lost() -> None:
 
 
 def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
-    """Abort the accelerator's communicators if its work does not end soon; call it when this rank fails.
+    """When this rank fails, abort the accelerator's communicators if its work does not end soon.
 
-    The device may be in a collective that another rank never enters, and freeing its memory would wait for that.
+    It may be in a collective that another rank never enters, and freeing its memory would wait for that.
     """
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return

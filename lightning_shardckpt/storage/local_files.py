@@ -64,9 +64,6 @@ def errors_with_path(path: str) -> Iterator[None]:
         raise
 
 
-# ── directories and names ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def make_directories(path: str, *, sync: bool = True) -> None:
     """Create directories like ``os.makedirs``; with ``sync``, they are durable on return."""
     if not os.path.lexists(path):
@@ -119,18 +116,17 @@ def keep_owner_and_mode(target: str, new: str, *, writable: bool = False) -> boo
 
 def delete(path: str) -> OSError | None:
     """Delete a directory or a file without following links; return the error if it could not be deleted."""
-    while os.path.lexists(path):
-        try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                with suppress(OSError):
-                    os.chmod(path, 0o700)  # an old checkpoint may be read-only
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-        except FileNotFoundError:  # another process is deleting it, too
-            pass
-        except OSError as error:
-            return error
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            with suppress(OSError):
+                os.chmod(path, 0o700)  # an old checkpoint may be read-only
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:  # it is gone, or another process is deleting it, too
+        return delete(path) if os.path.lexists(path) else None
+    except OSError as error:
+        return error
     return None
 
 

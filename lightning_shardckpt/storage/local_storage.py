@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from functools import lru_cache
 from uuid import uuid4
+from weakref import finalize
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import (
@@ -97,7 +98,7 @@ class LocalDraft:
 
     def begin(self) -> None:
         target = self._target
-        is_there, is_link = os.path.lexists(target), os.path.islink(target)  # a link is replaced
+        is_there, is_link = os.path.lexists(target), os.path.islink(target)  # a link is replaced, not filled
         names = os.listdir(target) if is_there and not is_link else []
         foreign = [name for name in names if not any(pattern.fullmatch(name) for pattern in _UNFINISHED)]
         if foreign and ROOT_NAME not in names:
@@ -109,19 +110,14 @@ class LocalDraft:
             local_files.make_directories(os.path.dirname(target), sync=self._syncs)
             new, can_replace = Temporary(target, self._save_id), False
             try:
-                can_replace = local_files.keep_owner_and_mode(target, new.path, writable=True)
-                can_replace = can_replace and (not is_there or _can_exchange(new.path))
+                keeps_owner = local_files.keep_owner_and_mode(target, new.path, writable=True)
+                can_replace = keeps_owner and (not is_there or is_link or _can_exchange(new.path))
             finally:
                 error = None if can_replace else new.drop()
             if error is not None:  # no save that fills the target would delete it
                 with local_files.errors_with_path(new.path):
                     raise error
             self._new = new if can_replace else None
-        if self._new is None and is_link:
-            raise FileExistsError(
-                f"{target!r} is a link, and the file system can't exchange it for a directory in one step: delete the "
-                "link, or save to another path"
-            )
         self._new = self._new or Temporary(target, self._save_id, target)
         self.notes = self._new.notes
         self._use(self._new.path)
@@ -288,11 +284,4 @@ class _OpenFile:
     """An open file, which is closed at the latest when no thread uses it any more."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    __del__ = close
+        self.descriptor, self.close = descriptor, finalize(self, os.close, descriptor)

@@ -69,12 +69,12 @@ def check_writable(path: str) -> None:
 
 def refuse_existing(path: str, storage: StorageRouter) -> None:
     """Raise a FileExistsError if something other than an empty directory is at the path of a new checkpoint."""
+    exists = os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))
     if is_url(path):
-        try:
+        with suppress(CheckpointNotFoundError):
             storage.open(path).close()
-        except CheckpointNotFoundError:
-            return
-    if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):
+            exists = True
+    if exists:
         raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 

@@ -171,9 +171,6 @@ def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]
         failures.clear()  # their tracebacks hold references to the threads' memory
 
 
-# ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 WRITERS: WeakSet[Any] = WeakSet()
 """Background writers: ``drain`` waits for their work, ``forget`` drops it in a forked child, whose parent does it."""
 os.register_at_fork(after_in_child=lambda: [writer.forget() for writer in list(WRITERS)])

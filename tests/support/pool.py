@@ -189,6 +189,20 @@ def _call_each(calls: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
     return found
 
 
+def join_store_of_rank_0() -> tuple[int, Any]:
+    """Make the process group of two ranks as Lightning's launcher does: the process of rank 0 has the server."""
+    import torch.distributed as dist
+
+    rank, rendezvous = int(os.environ["RANK"]), dist.FileStore("rendezvous", 2)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        rendezvous.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(rendezvous.get("port")), 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return rank, rendezvous
+
+
 def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -> list[threading.Thread]:
     """Return the Python threads that were not there `before` and don't end within `timeout_s`."""
     deadline = time.monotonic() + timeout_s

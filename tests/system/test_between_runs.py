@@ -29,7 +29,7 @@ from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system import host
 from lightning_shardckpt.system.host import Tuning
 from tests.support import tiny
-from tests.support.pool import ROOT, run_ranks
+from tests.support.pool import ROOT, join_store_of_rank_0, run_ranks
 from tests.support.warm_python import Run
 
 TUNING = Tuning(watch_s=0.2, exception_agreement_s=0.5)
@@ -270,13 +270,7 @@ SELDOM = Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7, host_look_s=0.0)
 
 def end_with_the_store() -> str:
     """Rank 0 keeps the store, as under Lightning's launcher, and ends; rank 1 asks it seldom."""
-    rank, rendezvous = int(os.environ["RANK"]), dist.FileStore("rendezvous", 2)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        rendezvous.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(rendezvous.get("port")), 2, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    rank, rendezvous = join_store_of_rank_0()
     # Rank 0 answers when rank 1 has looked for the answer in vain, and looks again only after rank 0 has ended.
     notices.append(lambda *_: rendezvous.set("looked", "") if rank else None)
     ranks = Ranks.of_group(tuning=SELDOM if rank else host.TUNING)

@@ -22,7 +22,7 @@ from lightning_shardckpt.distributed.host_numbers import (
     HostCopy,
     gather_numbers,
     on_device,
-    pickle_to_tensors,
+    pickle_to_tensor,
     unpickle_tensor,
 )
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
@@ -107,7 +107,7 @@ def agree_on_report(
         row[0] = number
         if group.rank() == source:
             try:
-                content, _ = pickle_to_tensors(report)
+                content = pickle_to_tensor(report)
             except Exception as error:
                 raise UnsupportedCodeError(
                     "a pipelined step sends its output, its logged values and changed attributes to the other pipeline "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.distributed.host_numbers import pickle_to_tensors, unpickle_tensor
+from lightning_shardckpt.distributed.host_numbers import pickle_to_tensor, unpickle_tensor
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, Schedule
 from lightning_shardckpt.system.tensor_digest import byte_view
@@ -99,7 +99,7 @@ class Transport:
             tensors = [t.detach().resolve_conj().resolve_neg().contiguous() for t, _ in message.tensors.values()]
             flags = [(position, flag) for position, (_, flag) in message.tensors.items()]
             description = message.checks, flags, [(t.dtype, tuple(t.shape)) for t in tensors]
-        content, _ = pickle_to_tensors(description)
+        content = pickle_to_tensor(description)
         if len(content) > _DESCRIPTION or len(tensors) >= _TAGS:
             raise UnsupportedCodeError(
                 f"{len(tensors)} tensors are too many for one message between pipeline stages (at most {_TAGS - 1}, "

@@ -17,7 +17,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import World
 from lightning_shardckpt.errors import CorruptionError, MismatchError, RankError, StateError
 from lightning_shardckpt.system.host import TUNING, Tuning
-from tests.support.pool import run_ranks
+from tests.support.pool import join_store_of_rank_0, run_ranks
 
 WORLD = 3
 
@@ -237,13 +237,8 @@ def test_a_rank_that_is_killed_is_named_long_before_the_timeout(who: int, phase:
 
 
 def fails_and_ends() -> str:
-    """Rank 0 keeps the store, as under Lightning's launcher, and its process ends with an error; rank 1 asks seldom."""
-    shared, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    if rank == 0:
-        server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        shared.set("port", str(server.port))
-    else:
-        server = dist.TCPStore("127.0.0.1", int(shared.get("port")), 2, is_master=False)
+    """Rank 0 keeps the store, and its process ends with an error; rank 1 asks seldom."""
+    rank, _ = join_store_of_rank_0()
 
     def work() -> None:
         if rank == 0:
@@ -252,14 +247,16 @@ def fails_and_ends() -> str:
 
     try:
         tuning = TUNING if rank == 0 else Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7)
-        Ranks(World(server, rank, 2), range(2), 10, tuning=tuning).step("saving x", work, lambda found: None)
+        Ranks.of_group(timeout_s=10, tuning=tuning).step("saving x", work, lambda found: None)
     except Exception as error:
-        return str(error)
-    return ""
+        said = str(error)
+    dist.destroy_process_group()
+    return said
 
 
 def test_ranks_that_ask_late_hear_of_the_error_with_which_rank_0_ends() -> None:
-    assert run_ranks(2, fails_and_ends) == ["rank 0 failed while saving x: OSError: no room"] * 2
+    expected = ["rank 0 failed while saving x: OSError: no room"] * 2
+    assert run_ranks(2, fails_and_ends, init_process_group=False) == expected
 
 
 def test_ranks_in_different_calls_learn_who_is_where(quick_store: Callable[[], Any]) -> None:

@@ -8,27 +8,19 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
-from torch.distributed import FileStore
 
 from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.host import Tuning
-from tests.support.pool import run_ranks
+from tests.support.pool import join_store_of_rank_0, run_ranks
 
 QUICK = Tuning(watch_s=0.01, exception_agreement_s=0.05, error_delivery_s=0.1)
 
 
 def fails_in_a_script(who: int) -> None:
     """One rank of a script of Fabric fails, the other one waits for it; rank 0 keeps the store."""
-    rank, rendezvous = int(os.environ["RANK"]), FileStore("rendezvous", 2)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        rendezvous.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(rendezvous.get("port")), 2, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    rank, _ = join_store_of_rank_0()
     strategy = ShardedStrategy()
     strategy.tuning = QUICK
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -41,7 +33,6 @@ def fails_in_a_script(who: int) -> None:
             fabric.backward(model(torch.ones(2, 4)).sum())
     except Exception as error:  # as Python does it at the end of a script
         sys.last_value = error
-    del store, rendezvous
     atexit._run_exitfuncs()
     os._exit(3)
 
