@@ -270,9 +270,8 @@ def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun:
     """Return the message for ranks that train on different numbers of batches in an epoch."""
     return (
         f"epoch {epoch} of the training ended after {batches} batches on rank {rank}, but rank {other} has begun "
-        f"{begun}: all ranks must train on the same number. Give every rank as many batches (an IterableDataset must "
-        "end after the same number on all data-parallel ranks), limit them to the smallest number "
-        "(limit_train_batches), and set trainer.should_stop on all ranks or on none."
+        f"{begun}: give every rank as many batches (an IterableDataset must end after the same number on all "
+        "data-parallel ranks; or set limit_train_batches), and set trainer.should_stop on all ranks or on none"
     )
 
 

@@ -277,17 +277,15 @@ class Temporary:
                 sync_directory(self._folder)  # if it fails, nothing may be deleted
             self.notes += delete_all([*replaced, self.path], "what was replaced")
         finally:
-            self._let_go()
+            self.is_held = False
+            self._lock.close()
 
     def drop(self) -> OSError | None:
         """Delete the content, unless it was published; return the error if it stays, as a leftover."""
         error = delete(self.path) if self.is_held else None
-        self._let_go()
-        return error
-
-    def _let_go(self) -> None:
         self.is_held = False
         self._lock.close()
+        return error
 
 
 def _is_free(path: str) -> bool | None:

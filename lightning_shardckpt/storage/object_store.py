@@ -28,7 +28,6 @@ from lightning_shardckpt.system.host import TUNING, Tuning
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
-_PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _first_process = list[int]()  # the process that used obstore
 _ERRORS = {  # of obstore
     **dict.fromkeys(("AlreadyExistsError", "PreconditionError"), errno.EEXIST),
@@ -103,7 +102,7 @@ class ObjectStore:
         The content must be of this save alone: an object that has it already counts as written. In a store without
         conditional puts, the tag is compared right before the object is put.
         """
-        for left in reversed(range(_PUTS)):
+        for is_last in (False, True):  # obstore doesn't repeat a conditional put whose answer was lost
             try:
                 mode: Any = expected or "create"
                 if not self.conditional:
@@ -119,7 +118,7 @@ class ObjectStore:
                         return
                 if isinstance(error, FileNotFoundError) and expected is not None:
                     raise FileExistsError(f"the object at {url} was deleted meanwhile") from error
-                if not left or isinstance(error, FileExistsError | PermissionError | FileNotFoundError):
+                if is_last or isinstance(error, FileExistsError | PermissionError | FileNotFoundError):
                     raise
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
 
