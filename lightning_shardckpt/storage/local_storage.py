@@ -90,8 +90,7 @@ class LocalDraft:
     """A draft beside the target or in it, as ``begin`` decides; other ranks find out when they write."""
 
     def __init__(self, storage: LocalStorage, target: str, save_id: str) -> None:
-        self._target, self._save_id = target, save_id
-        self._syncs, self._visible_within_s = storage.sync_files, storage.visible_within_s
+        self._target, self._save_id, self._storage = target, save_id, storage
         self._temporary: str | None = None  # its path, once this rank knows it
         self._new: Temporary | None = None  # on the rank that begins
         self._written, self.prefix, self.notes = set[str](), "", list[str]()
@@ -107,7 +106,7 @@ class LocalDraft:
                 "replaced; move it or use another path"
             )
         if not is_there or is_link or not _is_filled_in_place(target, names):
-            local_files.make_directories(os.path.dirname(target), sync=self._syncs)
+            local_files.make_directories(os.path.dirname(target), sync=self._storage.sync_files)
             new, can_replace = Temporary(target, self._save_id), False
             try:
                 keeps_owner = local_files.keep_owner_and_mode(target, new.path, writable=True)
@@ -131,15 +130,15 @@ class LocalDraft:
         directory, stored = self._temporary or self._find(), name
         if self.prefix and name != ROOT_NAME:
             directory, stored = self._target, self.prefix + name
-        local_files.write_file(os.path.join(directory, stored), parts, sync=self._syncs)
-        if self._syncs:
+        local_files.write_file(os.path.join(directory, stored), parts, sync=self._storage.sync_files)
+        if self._storage.sync_files:
             local_files.sync_directory(directory)
         if name != ROOT_NAME:
             self._written.add(stored)
 
     def _find(self) -> str:
         """Return the temporary directory that ``begin`` made; wait until this machine sees it."""
-        deadline, parent = time.monotonic() + self._visible_within_s, os.path.dirname(self._target)
+        deadline, parent = time.monotonic() + self._storage.visible_within_s, os.path.dirname(self._target)
         start = local_files.temporary_name(self._target, self._save_id)
         while True:
             for folder in (self._target, parent):
@@ -152,7 +151,7 @@ class LocalDraft:
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
-                    f"{self._visible_within_s:g} s ago; the path must be on a file system that all ranks share",
+                    f"{self._storage.visible_within_s:g} s ago; the path must be on a file system that all ranks share",
                     os.path.join(parent, start),
                 )
             time.sleep(_LOOK_AGAIN_S)
@@ -175,7 +174,7 @@ class LocalDraft:
             os.rename(os.path.join(new.path, ROOT_NAME), root)
             kept = (self.prefix, *map(prefix_of, new.living))
             replaced = [os.path.join(target, name) for name in names if not name.startswith(kept)]
-        new.publish(replaced, sync=self._syncs)
+        new.publish(replaced, sync=self._storage.sync_files)
 
     def discard(self) -> None:
         if self._new is not None and self._new.is_held:

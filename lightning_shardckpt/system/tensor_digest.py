@@ -49,14 +49,11 @@ def keyed_sum(content: Tensor) -> Tensor:
 
 
 def digest_values(digests: Iterable[Tensor]) -> list[int]:
-    """Return digests as Python integers, in order; waits once for each device."""
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for position, digest in enumerate(digests):
-        by_device.setdefault(digest.device, {})[position] = digest
-    values: dict[int, int] = {}
-    for tensors in by_device.values():
-        values |= zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)
-    return [values[position] for position in sorted(values)]
+    """Return digests as Python integers, in order; waits once for a device."""
+    every = [*digests]
+    device = next((digest.device for digest in every if not digest.is_cpu), torch.device("cpu"))
+    values: list[int] = torch.stack([digest.to(device) for digest in every]).tolist() if every else []
+    return values
 
 
 @lru_cache(maxsize=16)
