@@ -95,7 +95,7 @@ def test_values_that_differ_between_data_parallel_ranks_are_named() -> None:
 
 def compare_draws() -> None:
     meshes = build_meshes(resolve_topology(2, shard=1, replicate=1, tensor=2, pipeline=1), "cpu")
-    ranks = Ranks.of_default_group()
+    ranks = Ranks.of_group()
     compare_ranks([], ranks, meshes, parameters=True, draws=7)
     with pytest.raises(UnsupportedCodeError, match="drew different random numbers"):
         compare_ranks([], ranks, meshes, parameters=True, draws=dist.get_rank())
