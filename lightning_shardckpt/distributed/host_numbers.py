@@ -25,8 +25,6 @@ _WAIT_TIMED_OUT = "Operation timed out!"  # torch's message if a wait for a gloo
 _LOOK_S = 2.0
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # by name, which keeps no group alive
 
-# ── groups and waits ──────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return a process group of the same ranks that takes CPU tensors; ``group`` itself if it does.
@@ -100,9 +98,6 @@ def wait_for(
         raise
 
 
-# ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the numbers of all ranks in host memory, one row per rank. Waits for the device if they are on one.
 
@@ -172,9 +167,6 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
         content = torch.empty(int(count), dtype=torch.uint8)
     wait_for(dist.broadcast(content, group=group, group_src=source, async_op=True), "a broadcast", ranks)
     return value if is_source else unpickle_tensor(content)
-
-
-# ── copies between host and device ────────────────────────────────────────────────────────────────────────────────────
 
 
 def on_device(numbers: Sequence[complex], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -108,8 +108,6 @@ class World:
                 return text if rank is None else f"rank {rank} {text}"
         return None
 
-    # --- the life of a rank ---
-
     def watch(self, tuning: Tuning) -> None:
         """Watch the other ranks until this process ends, or the default process group is destroyed.
 
@@ -195,8 +193,6 @@ class World:
             with suppress(RuntimeError):  # the store's: it is gone
                 self._report(self.rank, run, f"failed: {type(error).__name__}: {one_line(str(error))}")
         return lost
-
-    # --- other ranks ---
 
     def look(self) -> None:
         """Look for ended processes and for reports. Any thread may call it. Raises RuntimeError without the store."""

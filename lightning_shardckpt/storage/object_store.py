@@ -25,7 +25,6 @@ from lightning_shardckpt.storage.local_files import LOCK_WAIT_S, locked
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.host import TUNING, Tuning
 
-_FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
 _first_process = list[int]()  # the process that used obstore
@@ -57,7 +56,7 @@ class ObjectStore:
 
     def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:
         protocol, _, rest = url.partition("://")
-        given, self._is_forkable, self.conditional = dict(options), protocol in _FSSPEC, True
+        given, self._is_forkable, self.conditional = dict(options), protocol in ("memory", "http", "https"), True
         self._throttles, self._part_bytes = given.pop("throttle_uploads", False), tuning.upload_part_bytes
         if self._is_forkable:
             self._root = f"{protocol}://"
@@ -187,8 +186,6 @@ def machine_upload_lock(wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[i
     """Return the lock with which only one thread of this user's processes on this machine uploads."""
     return locked(os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}"), wait_s)
 
-
-# ── obstore ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
 _PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}

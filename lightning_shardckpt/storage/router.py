@@ -31,9 +31,6 @@ _MANGLED_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|memory|https?):/[^/]")
 _WINDOW_BYTES, _THREADS = 8 << 20, 8  # of downloads
 
 
-# ── paths ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return True if a path is a URL that does not name the local file system, as ``file:///tmp/a.ckpt`` does."""
     return "://" in os.fspath(path) and not os.fspath(path).startswith(_LOCAL_PROTOCOLS)
