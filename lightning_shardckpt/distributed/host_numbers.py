@@ -1,7 +1,6 @@
 """Exchange numbers between ranks from host memory over gloo, so that no rank waits for a GPU; in the main thread.
 
-The strategies create process groups with gloo for CPU tensors. For a user's group with only a GPU backend, a gloo group
-of the same ranks is created.
+For a user's process group with only a GPU backend, a gloo group of the same ranks is created.
 """
 
 from __future__ import annotations
@@ -71,12 +70,8 @@ def wait_for(
 
     If it ends with an error, the collective may go on, so no later run of a Trainer begins in this world. Raises a
     RankError in place of gloo's if a rank is lost, and an UnsupportedCodeError if one waits for this one elsewhere.
-
-    Args:
-        work: the collective.
-        purpose: for messages.
-        ranks: for which it waits; None for all of the world.
-        look: called every few seconds, in place of `look_for_notices`.
+    Every few seconds, it calls ``look``, by default `look_for_notices` with ``purpose`` and ``ranks``, those for which
+    it waits, by default all.
     """
     assert work is not None  # since this rank is in the group
     look = look or partial(look_for_notices, purpose, range(dist.get_world_size()) if ranks is None else ranks, set())

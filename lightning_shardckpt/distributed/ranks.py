@@ -177,8 +177,8 @@ class Ranks:
     def _wait(self, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time. Raises for a lost rank.
 
-        The more ranks poll, the longer each but rank 0 pauses: they would keep the store's server busy, and it serves a
-        request of rank 0 only after one of each other rank.
+        The more ranks poll, the longer each but rank 0 pauses: the store's server serves a request of rank 0 only after
+        one of each other rank.
         """
         seen, polling = set[str](), self.world if self.rank else 1
         began = checked_at = now = time.monotonic()

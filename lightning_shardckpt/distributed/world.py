@@ -303,10 +303,8 @@ def raise_if_lost() -> None:
 
 
 def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
-    """When this rank fails, abort the accelerator's communicators if its work does not end soon.
-
-    It may be in a collective that another rank never enters, and freeing its memory would wait for that.
-    """
+    """When this rank fails, abort the accelerator's communicators if its work does not end soon."""
+    # it may be in a collective that another rank never enters, and freeing its memory would wait for that
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     wait = partial(torch.get_device_module(device).synchronize, device)

@@ -317,12 +317,9 @@ def open_output(path: str, *, is_file: bool, replaceable: Callable[[str], bool])
     """Create a file or a directory at a path; yield a function that creates files, and notes for the user.
 
     It is in place and durable when the context ends, with the mode, owner and group of what it replaces; after an error
-    in the context, none of it is left. Raises OSError if another process is creating it, too.
-
-    Args:
-        path: of the output.
-        is_file: the output is the one file that is created, whatever its name.
-        replaceable: called at the end with the path if a file, or a directory that is not empty, is there.
+    in the context, none of it is left. Raises OSError if another process is creating it, too. With ``is_file``, it is
+    the one file that is created, whatever its name. ``replaceable`` is called at the end with the path if a file, or a
+    directory that is not empty, is there.
     """
     target = os.path.abspath(path)
     make_directories(os.path.dirname(target))

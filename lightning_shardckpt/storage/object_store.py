@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
-from lightning_shardckpt.storage.local_files import LOCK_WAIT_S, locked
+from lightning_shardckpt.storage.local_files import locked
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.host import TUNING, Tuning
 
+UPLOAD_LOCK = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")  # of this user
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
 _first_process = list[int]()  # the process that used obstore
@@ -122,12 +123,9 @@ class ObjectStore:
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
 
     def upload(self, url: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
-        """Write a new object from its parts: in pieces, several at a time, if it may be large, of ``nbytes``.
-
-        S3 takes a limited number of pieces. After an error, obstore aborts the upload.
-        """
+        """Write a new object from its parts: if it may be large, of ``nbytes``, in pieces, as many as S3 takes."""
         piece_bytes, copies = max(self._part_bytes, -(-nbytes // _MOST_PIECES)), map(bytes, parts)
-        with machine_upload_lock() if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
+        with locked(UPLOAD_LOCK) if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
             if nbytes <= piece_bytes:
                 bucket.put(key, b"".join(copies), use_multipart=False)
             else:  # obstore keeps references to its input, hence the copies
@@ -180,11 +178,6 @@ class ObjectStore:
 
 def _stat(found: Any) -> ObjectStat:
     return ObjectStat(found["size"], {name: found[name] for name in ("e_tag", "version") if found.get(name)})
-
-
-def machine_upload_lock(wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[int]:
-    """Return the lock with which only one thread of this user's processes on this machine uploads."""
-    return locked(os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}"), wait_s)
 
 
 _KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
@@ -258,11 +251,10 @@ def _open_bucket(url: str, options: Mapping[str, Any], tuning: Tuning) -> Any:
 
 
 def find_aws(url: str, given: Mapping[str, Any]) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
-    """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
+    """Find the settings of S3 that are not ``given`` as botocore does: in the environment, profiles, files and roles.
 
-    ``given`` has ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for, unless ``anon``.
-    Returns the region and the endpoint, if any, and a function that returns credentials for obstore, renewed by
-    botocore. Raises PermissionError without credentials.
+    Returns the region and the endpoint, if any, and without ``anon`` a function that returns credentials for obstore,
+    renewed by botocore. Raises PermissionError without credentials.
     """
     from botocore.configprovider import ConfiguredEndpointProvider  # type: ignore[import-untyped]  # comes with obstore
     from botocore.credentials import Credentials  # type: ignore[import-untyped]

@@ -54,10 +54,7 @@ class RunFolder:
         return os.path.isdir(self.path) if self._objects is None else bool(self._objects.list(self.path))
 
     def list_complete(self) -> dict[str, str]:
-        """Return the paths of the complete checkpoints in the folder, each with a text that changes with its content.
-
-        Links are left out: the checkpoints that they lead to are listed where they are.
-        """
+        """Return the paths of complete checkpoints, without links, each with a text that changes with its content."""
         if self._objects is not None:
             stats = self._objects.list(self.path)
             roots = sorted(name for name in stats if name.count("/") == 1 and os.path.basename(name) == ROOT_NAME)

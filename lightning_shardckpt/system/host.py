@@ -128,16 +128,11 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def run_tasks(tasks: Iterable[T], new_worker: Callable[[], Callable[[T], object]], *, threads: int, name: str) -> None:
-    """Do all tasks, in this order, in the calling thread and others; return when every thread has ended.
+    """Do all tasks, in this order, in the calling thread and others; each calls ``new_worker`` once for the function.
 
-    Raises the first error of any thread or of ``tasks``, or an interrupt, when every thread has ended, since the caller
-    may free files and memory that they use. Tasks that have not begun are dropped.
-
-    Args:
-        tasks: one thread at a time takes the next one.
-        new_worker: called once by each thread; returns the function that does one task.
-        threads: the number, including the calling one.
-        name: of the other threads.
+    ``threads`` includes the calling one. Raises the first error of any thread or of ``tasks``, or an interrupt, when
+    every thread has ended, since the caller may free files and memory that they use. Tasks that have not begun are
+    dropped.
     """
     remaining, taking, failures = iter(tasks), threading.Lock(), list[BaseException]()
 

@@ -43,10 +43,7 @@ def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> di
 
 
 def rng_checksum(states: Mapping[str, Any] | None = None, start: int = 0) -> int:
-    """Return a checksum of ``get_rng_state(every_device=False)``, by default of now, which changes with each draw.
-
-    Continues the checksum ``start``. Does not wait for a CUDA device: its generator's state is in host memory.
-    """
+    """Continue a checksum of ``get_rng_state(every_device=False)``, by default of now, which changes with each draw."""
     for state in (get_rng_state(every_device=False) if states is None else states).values():
         start = zlib.crc32(_bytes_of(state), start)
     return start
@@ -112,10 +109,7 @@ def advance_rng(generator: torch.Generator | None = None) -> None:
 
 
 def seed_and_watch(seed: int) -> Callable[[int], bool]:
-    """Seed all global generators; return a function that tells if numbers were drawn from them since.
-
-    The function takes the number of calls of ``advance_rng``, which are allowed, and draws none.
-    """
+    """Seed all global generators; return a function of the calls of ``advance_rng`` that tells of other draws since."""
     seed_rng(seed)
     begin = get_rng_state(every_device=False)
 

@@ -1,7 +1,4 @@
-"""Digests of the bits of tensors, and of their order, to compare tensors of several ranks or times.
-
-Digests are comparable only within one run and between tensors on the same device type.
-"""
+"""Digests of the bits of tensors, and of their order, for comparisons within one run, on one type of device."""
 
 from __future__ import annotations
 

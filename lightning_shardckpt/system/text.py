@@ -57,10 +57,7 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def progress(nbytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on a terminal's stderr, if the block takes more than a second.
-
-    Yields a function to call with the bytes done since the last call, of ``nbytes`` in all.
-    """
+    """Yield a function to call with further bytes of ``nbytes``, for a bar on a terminal after more than a second."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 
     # disable=None: no bar unless stderr is a terminal; dynamic_ncols follows its width

@@ -24,7 +24,8 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.object_store import machine_upload_lock
+from lightning_shardckpt.storage.local_files import locked
+from lightning_shardckpt.storage.object_store import UPLOAD_LOCK
 from lightning_shardckpt.storage.protocol import Draft
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.diff import diff
@@ -139,14 +140,14 @@ def test_an_upload_waits_for_its_turn(url: str) -> None:
     seen = list[str]()
 
     def parts() -> Iterator[bytes]:
-        with pytest.raises(TimeoutError), machine_upload_lock(wait_s=0):
+        with pytest.raises(TimeoutError), locked(UPLOAD_LOCK, wait_s=0):
             raise AssertionError("unreachable")
         seen.append("locked")
         yield b"1"
 
     throttled.write("a", parts())
     assert seen == ["locked"]
-    with machine_upload_lock(wait_s=0):
+    with locked(UPLOAD_LOCK, wait_s=0):
         throttled.discard()
 
 
