@@ -41,15 +41,9 @@ class Ranks:
     """The processes that save and load one checkpoint together.
 
     All must create their instances, and take the steps of each, in the same order. Values in steps must be JSON.
-    ``rank`` counts by the order of members, whose number is ``world``; set ``is_background`` for another thread than
-    the main one.
-
-    Args:
-        peers: all processes that share a store, and this one's rank among them; None for a single process.
-        members: the ranks of this object's processes among them.
-        timeout_s: of each step.
-        name: of this instance, the same on all ranks.
-        tuning: intervals and waits.
+    ``members`` are ranks in the world of ``peers``, which share a store; None for a single process. ``rank`` counts by
+    their order, and ``world`` is their number. ``timeout_s`` is for each step, and ``name`` the same on all ranks. Set
+    ``is_background`` for another thread than the main one.
     """
 
     def __init__(

@@ -136,9 +136,6 @@ def delete_all(paths: Iterable[str], what: str) -> list[str]:
     return [f"could not remove {what}: {error}" for error in errors[:1]]
 
 
-# ── content of files ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
     """Write all parts into a new file, one after the other, and with ``sync`` make it durable."""
     dirty_bytes = 0
@@ -166,9 +163,6 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(file, data[:_CALL_BYTES], offset)
         data, offset = data[count:], offset + count
-
-
-# ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager

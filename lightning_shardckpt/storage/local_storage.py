@@ -5,10 +5,8 @@ exchanges the two in one system call, so that the path always holds a whole chec
 directory that is there: an empty or current one, a mount point, one whose parent cannot be written or whose owner
 cannot be kept, an older checkpoint where the file system cannot exchange two names (some network file systems), and a
 checkpoint that was filled in place. Then names begin with the save's id, as in an object store, and the root index
-alone is in the temporary directory, which is in the target, and renamed last.
-
-After that, and once it is durable, what was there is deleted. Names of temporaries neither contain "ckpt_" nor end in
-".ckpt", since Lightning scans for both.
+alone is in the temporary directory, which is in the target, and renamed last. Once that is durable, what was there is
+deleted. Names of temporaries neither contain "ckpt_" nor end in ".ckpt", since Lightning scans for both.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class ObjectStore:
             unknown one is a TypeError, a lack of credentials a PermissionError.
         tuning: sizes, attempts and times of requests.
 
-    Attributes:
-        conditional: True if ``put`` compares and writes in one step with respect to all writers.
+    ``conditional`` is True while ``put`` compares and writes in one step with respect to all writers.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:

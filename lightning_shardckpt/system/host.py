@@ -1,9 +1,8 @@
 """The host: page-aligned memory, pauses of the garbage collector, processes, threads, and sizes and times.
 
-Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``,
-which uses an Event, take a lock in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and
-the next taker waits forever (Python 3.11). A Lock or an RLock is taken in one step; a Condition of an RLock releases it
-in one.
+Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start`` take
+a lock in several steps of Python code; Ctrl-C between two of them leaves the lock taken forever (Python 3.11). A Lock
+or an RLock is taken in one step; a Condition of an RLock releases it in one.
 """
 
 from __future__ import annotations
@@ -64,9 +63,6 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def host_id() -> str:
     """Return a text that is equal for two processes if they can look each other up in /proc."""
     with suppress(OSError):
@@ -84,9 +80,6 @@ def start_time(pid: int) -> str:
         return ""
     fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
     return "" if fields[0] in "ZX" else fields[19]
-
-
-# ── threads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NoThreadError(RuntimeError):
