@@ -69,9 +69,8 @@ def wait_for(
     """Wait for a gloo collective; every wait of this package for other ranks in a collective is one of these.
 
     If it ends with an error, the collective may go on, so no later run of a Trainer begins in this world. Raises a
-    RankError in place of gloo's if a rank is lost, and an UnsupportedCodeError if one waits for this one elsewhere.
-    Every few seconds, it calls ``look``, by default `look_for_notices` with ``purpose`` and ``ranks``, those for which
-    it waits, by default all.
+    RankError in place of gloo's if a rank is lost. Every few seconds, calls ``look``, by default `look_for_notices`
+    with ``purpose`` and ``ranks``, those for which it waits, by default all.
     """
     assert work is not None  # since this rank is in the group
     look = look or partial(look_for_notices, purpose, range(dist.get_world_size()) if ranks is None else ranks, set())
@@ -94,10 +93,7 @@ def wait_for(
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the numbers of all ranks in host memory, one row per rank. Waits for the device if they are on one.
-
-    Collective: every rank of ``group`` must call it.
-    """
+    """Return the numbers of all ranks in host memory, one row per rank. Collective: every rank of `group` must call it."""
     ranks, own = host_group(group), numbers.detach().cpu().flatten()
     rows = own.new_empty(ranks.size() * own.numel())
     wait_for(all_gather_single(rows, own, group=ranks, async_op=True), ranks=dist.get_process_group_ranks(ranks))

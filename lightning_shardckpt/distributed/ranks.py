@@ -75,7 +75,7 @@ class Ranks:
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
-        """Run ``work`` on every rank and then ``lead`` on rank 0; return the result of ``lead``, on every rank.
+        """Run ``work`` on every rank, then ``lead`` with all results on rank 0; return the result of ``lead`` on each.
 
         Collective: every rank must call it.
 

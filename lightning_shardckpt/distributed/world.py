@@ -70,8 +70,8 @@ class _Report(NamedTuple):
 class World:
     """The ranks of one process group, in which each one has an object of this class, and registers its process.
 
-    The ``store`` is shared through a connection of its own, which all of this package use: each one costs two file
-    descriptors. Requests of several threads take turns, and none of them waits for another rank.
+    All of this package use one connection to the ``store``, since each costs two file descriptors. Requests of several
+    threads take turns, and none of them waits for another rank.
 
     Attributes:
         is_usable: False once this rank has left a collective that may never end.

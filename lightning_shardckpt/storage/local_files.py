@@ -31,8 +31,7 @@ from lightning_shardckpt.storage.protocol import Bytes
 WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
 LOCK_WAIT_S = 3600.0  # for a process that uploads or downloads
 _QUIET_S = 3600.0
-_FOLDER_WAIT_S = 5.0  # for the lock of a folder, which is held only briefly
-_POLL_S = 0.05
+_FOLDER_WAIT_S, _POLL_S = 5.0, 0.05  # for the lock of a folder, which is held only briefly
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
 _BUFFER_BYTES = 128 << 10  # for small parts; less than a call, so that larger parts are not copied
 _AT_FDCWD, _EXCHANGE = -100, 2  # RENAME_EXCHANGE

@@ -76,13 +76,9 @@ def refuse_existing(path: str, storage: StorageRouter) -> None:
 
 
 class StorageRouter:
-    """A ``Storage`` for any path. Its methods also raise the errors of ``ObjectStore``.
+    """A ``Storage`` for any path: ``local``, by default a ``LocalStorage``, and for URLs buckets as ``ObjectStore``.
 
-    Args:
-        local: the storage of the file system; ``LocalStorage`` by default.
-        storage_options: for URLs, as in ``ObjectStore``.
-        pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
-        tuning: of requests to object stores.
+    Files of URLs are copied to the local folder ``pre_download``, if there is one, before they are read, and reused.
     """
 
     def __init__(

@@ -108,8 +108,6 @@ class RunFolder:
         """Add lines to a file of which this process is the only writer; they are durable on return."""
         self._write(name, self._read(name).decode() + "".join(f"{json.dumps(line)}\n" for line in lines))
 
-    # --- the follower and the end of the run ---
-
     def follower(self) -> dict[str, Any]:
         """Return the ``process`` that follows the run, the ``checkpoint`` it evaluates, and ``until`` when; or none."""
         with suppress(ValueError):  # it is empty
@@ -133,8 +131,6 @@ class RunFolder:
     def set_ended(self, has_ended: bool) -> None:
         """Write that the training has ended, or that it goes on."""
         self._write(_ENDED, "true" if has_ended else None)
-
-    # --- deletions ---
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint, link, plain file or object at a path in this folder, if there is one; return notes.
