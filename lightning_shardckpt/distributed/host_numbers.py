@@ -93,7 +93,7 @@ def wait_for(
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the numbers of all ranks in host memory, one row per rank. Collective: every rank of `group` must call it."""
+    """Return the numbers of all ranks in host memory, one row each. Collective: every rank of `group` must call it."""
     ranks, own = host_group(group), numbers.detach().cpu().flatten()
     rows = own.new_empty(ranks.size() * own.numel())
     wait_for(all_gather_single(rows, own, group=ranks, async_op=True), ranks=dist.get_process_group_ranks(ranks))

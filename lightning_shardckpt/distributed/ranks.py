@@ -75,14 +75,13 @@ class Ranks:
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
-        """Run ``work`` on every rank, then ``lead`` with all results on rank 0; return the result of ``lead`` on each.
+        """Run ``work`` on every rank, then ``lead`` with the list of results on rank 0; return its result on every rank.
 
         Collective: every rank must call it.
 
         Args:
             phase: completes the sentence "rank 3 failed while …"; its first word must be the same on all ranks.
-            work: returns this rank's result.
-            lead: takes the list of results by rank.
+            work, lead: return JSON.
             timeout_s: of this step, in place of the instance's.
 
         Raises:

@@ -43,8 +43,7 @@ from lightning_shardckpt.errors import RankError, ShardCkptError
 from lightning_shardckpt.system.host import TUNING, NoThreadError, Tuning, host_id, start_thread, start_time
 from lightning_shardckpt.system.text import one_line
 
-_LEAVING_S = 1.0
-_STORE_FAILURES = 2  # in a row, after which the store is gone
+_LEAVING_S, _STORE_FAILURES = 1.0, 2  # failures in a row, after which the store is gone
 _LEFT = "it has left: its process, or its process group, has ended"
 # gloo has no exception class of its own
 _COLLECTIVE_MESSAGES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)

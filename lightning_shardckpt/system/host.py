@@ -191,4 +191,3 @@ class Tuning:
 
 
 TUNING = Tuning()
-"""The default of every ``tuning`` argument."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""The classes of generator objects."""
 
 
 def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
