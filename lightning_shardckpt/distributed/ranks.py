@@ -75,7 +75,7 @@ class Ranks:
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
-        """Run ``work`` on every rank, then ``lead`` with the list of results on rank 0; return its result on every rank.
+        """Run ``work`` on every rank, then ``lead`` with the list of results on rank 0; return its result on each.
 
         Collective: every rank must call it.
 

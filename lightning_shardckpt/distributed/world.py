@@ -220,8 +220,7 @@ class World:
 
     def find_lost(self) -> str | None:
         """Return the sentence of ``lost``, or of a rank with a new report, or whose process has ended."""
-        # the connections of a process end before the process
-        deadline, found = time.monotonic() + self.tuning.error_delivery_s, None
+        deadline, found = time.monotonic() + self.tuning.error_delivery_s, None  # connections end before a process
         with suppress(RuntimeError):  # the store's: it is gone
             while found is None:
                 self.look()
