@@ -102,15 +102,13 @@ def follow(
                         raise
                     notes = [f"looking again: {error}"]
                 _say(*notes)
+                if not pending and is_over:
+                    break
                 if not pending:
-                    if is_over:
-                        return failures
                     time.sleep(interval_s)
                     continue
-                saved, results = (
-                    pending[-1 if newest else 0],
-                    [{**one, "skipped": True} for one in pending[:-1] if newest],
-                )
+                saved = pending[-1 if newest else 0]
+                results = [{**one, "skipped": True} for one in pending[:-1] if newest]
                 hold(name := os.path.basename(saved["path"]))
                 if not folder.is_requested(saved["path"]) and saved in folder.pending(evaluations):
                     results.append(_evaluate(command, saved, partial(hold, name)))
