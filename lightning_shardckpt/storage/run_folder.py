@@ -89,7 +89,7 @@ class RunFolder:
         except FileNotFoundError:  # deleted meanwhile
             return None
         except (ShardCkptError, EOFError, ValueError) as error:
-            _log.warning("not evaluated: %s", error)
+            _log.warning("%r is not evaluated: %s", path, error)
             return None
 
     def lines(self, name: str) -> list[Any]:
