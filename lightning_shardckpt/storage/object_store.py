@@ -25,7 +25,7 @@ from lightning_shardckpt.storage.local_files import locked
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.host import TUNING, Tuning
 
-UPLOAD_LOCK = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")  # of this user
+UPLOAD_LOCK = f"lightning-shardckpt-uploads-{os.getuid()}"  # a file in the folder for temporary ones
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
 _first_process = list[int]()  # the process that used obstore
@@ -124,7 +124,8 @@ class ObjectStore:
     def upload(self, url: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
         """Write a new object from its parts: if it may be large, of ``nbytes``, in pieces, as many as S3 takes."""
         piece_bytes, copies = max(self._part_bytes, -(-nbytes // _MOST_PIECES)), map(bytes, parts)
-        with locked(UPLOAD_LOCK) if self._throttles else nullcontext(), self._call("writing", url) as (bucket, key):
+        turn: Any = locked(os.path.join(tempfile.gettempdir(), UPLOAD_LOCK)) if self._throttles else nullcontext()
+        with turn, self._call("writing", url) as (bucket, key):
             if nbytes <= piece_bytes:
                 bucket.put(key, b"".join(copies), use_multipart=False)
             else:  # obstore keeps references to its input, hence the copies

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,17 +138,17 @@ def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
 def test_an_upload_waits_for_its_turn(url: str) -> None:
     throttled = StorageRouter(storage_options={"throttle_uploads": True}).draft(url, ID)
     throttled.begin()
-    seen = list[str]()
+    seen, lock = list[str](), os.path.join(tempfile.gettempdir(), UPLOAD_LOCK)
 
     def parts() -> Iterator[bytes]:
-        with pytest.raises(TimeoutError), locked(UPLOAD_LOCK, wait_s=0):
+        with pytest.raises(TimeoutError), locked(lock, wait_s=0):
             raise AssertionError("unreachable")
         seen.append("locked")
         yield b"1"
 
     throttled.write("a", parts())
     assert seen == ["locked"]
-    with locked(UPLOAD_LOCK, wait_s=0):
+    with locked(lock, wait_s=0):
         throttled.discard()
 
 
