@@ -50,8 +50,6 @@ class ObjectStore:
         options: by fsspec's names, and ``throttle_uploads``: only one process of each machine uploads at a time. An
             unknown one is a TypeError, a lack of credentials a PermissionError.
         tuning: sizes, attempts and times of requests.
-
-    ``conditional`` is True while ``put`` compares and writes in one step with respect to all writers.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING) -> None:
@@ -98,8 +96,8 @@ class ObjectStore:
     def put(self, url: str, content: bytes, expected: Mapping[str, str] | None) -> None:
         """Write an object if the current one has the tag ``expected`` (None: if there is none); else FileExistsError.
 
-        The content must be of this save alone: an object that has it already counts as written. In a store without
-        conditional puts, the tag is compared right before the object is put.
+        The content must be of this save alone: an object that has it already counts as written. In a store that can't
+        compare and write in one step, which sets ``conditional`` to False, the tag is compared right before the put.
         """
         for is_last in (False, True):  # obstore doesn't repeat a conditional put whose answer was lost
             try:
