@@ -29,9 +29,8 @@ from lightning_shardckpt.export.consolidation import export_beside
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, lift_state_dicts, states_of_checkpoint
-from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.state.trainer import Snapshot, snapshot
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.storage.run_folder import RunFolder

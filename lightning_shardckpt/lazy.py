@@ -147,7 +147,7 @@ class LazyTensor(TensorInfo):
         """
         import torch  # imported here, since names and shapes don't need it
 
-        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
+        from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, bytes_of
 
         box, rest = _sliced_box(index, self.shape)
         if box.numel:  # before memory is allocated

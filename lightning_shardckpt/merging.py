@@ -24,10 +24,10 @@ from lightning_shardckpt.lazy import LazyTensor, OpenCheckpoint
 from lightning_shardckpt.sources.open_source import open_checkpoint, open_source
 from lightning_shardckpt.sources.reading import are_equal
 from lightning_shardckpt.state.documents import document_of
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, bytes_of
+from lightning_shardckpt.state.model import Leaves
 from lightning_shardckpt.state.state_dicts import KEYS, VERSION
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of
-from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, snapshot
+from lightning_shardckpt.state.trainer import HYPER_PARAMETERS, Snapshot, snapshot
 from lightning_shardckpt.storage.router import StorageRouter, file_path, refuse_existing
 from lightning_shardckpt.storage.run_folder import RunFolder
 from lightning_shardckpt.system.host import drain_all

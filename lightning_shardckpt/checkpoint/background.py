@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.state.tensor_bytes import HostMemory
+from lightning_shardckpt.state.local_tensors import HostMemory
 from lightning_shardckpt.system.host import WRITERS, NoThreadError, start_thread
 
 V = TypeVar("V")

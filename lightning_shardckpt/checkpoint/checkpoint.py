@@ -33,10 +33,10 @@ from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, plan_reads
 from lightning_shardckpt.sources.source import assemble
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES
 from lightning_shardckpt.state.state_dicts import METADATA
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.trainer import Snapshot
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.host import gc_paused, signals_deferred
@@ -271,7 +271,7 @@ def load_full(
                 plan_reads(source, [target])()
                 return target.tensor
 
-            return assemble(source, whole, decode_small, optimizers=optimizers)
+            return assemble(source, whole, decode, optimizers=optimizers)
 
     checkpoint = _restarted_if_replaced(read)
     if device.type == "cpu":

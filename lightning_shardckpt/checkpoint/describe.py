@@ -28,12 +28,10 @@ from lightning_shardckpt.compat.torch_modules import fabric_original, loader_of_
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
-from lightning_shardckpt.state.hf_directory import describe_hugging_face
+from lightning_shardckpt.state.libraries import describe_adapters, describe_hugging_face
+from lightning_shardckpt.state.local_tensors import layout_of, this_rank
 from lightning_shardckpt.state.model import WholeNames, parameter_names
-from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
-from lightning_shardckpt.state.peft import describe_adapters
-from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_own_state, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import (
     NOTHING,
     Path,
@@ -44,7 +42,7 @@ from lightning_shardckpt.state.state_dicts import (
     prefixes_of,
     replaced,
 )
-from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.state.trainer import Snapshot, snapshot
 from lightning_shardckpt.system.host import gc_paused
 
 RANK_STATE = "rank_state"
@@ -250,7 +248,7 @@ def checkpoint_of(
         if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
             entries = optimizer_state(optimizer, names)
         else:  # by number
-            extra_entries(optimizer)  # raises for an optimizer whose state would be lost
+            refuse_own_state(optimizer)
             entries = optimizer.state_dict()
         optimizers[path] = {"state": {}, "param_groups": [], **filtered(path, entries)}
     new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}

@@ -26,13 +26,19 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
-from lightning_shardckpt.state.dtensor_layout import new_like
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
-from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of, parameter_names
+from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.local_tensors import DTYPES, TORCH_DTYPES, new_like, refuse_compound
+from lightning_shardckpt.state.model import (
+    NO_HOOKS,
+    HookedState,
+    Leaves,
+    LoadHooks,
+    WholeNames,
+    model_leaves,
+    names_of,
+    parameter_names,
+)
 from lightning_shardckpt.state.optimizer import OptimizerLoad
-from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, find_counterpart, fqns_of
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
@@ -243,7 +249,7 @@ def _allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> t
 def _decoded(source: Source, role: str) -> dict[str, Any] | None:
     """Return the decoded values of a document by name; None if there is none."""
     document = source.document(role)
-    return None if document is None else {name: decode_small(value) for name, value in document.items()}
+    return None if document is None else {name: decode(value) for name, value in document.items()}
 
 
 # ── one load ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,7 +313,7 @@ def start_load(
     found = [one.tensors(lambda tensor: owners[_memory(tensor)] == 1, check) for one in optimizers]
     of_optimizers = [ReadTarget("optimizer", key, tensor) for key, tensor in chain.from_iterable(found)]
     values = source.document("model") or {} if live.has_model else {}
-    extra_state = {name: decode_small(value) for name, value in values.items() if name in live.extra_state}
+    extra_state = {name: decode(value) for name, value in values.items() if name in live.extra_state}
     trainer, tensors = _read_trainer(source, live, match.elsewhere, pick_rank)
     of_trainer = [ReadTarget("trainer", key, tensor) for key, tensor in tensors.items()]
     of_user = [ReadTarget("trainer", key, tensor) for key, tensor in live.trainer_tensors.items()]
@@ -325,7 +331,7 @@ def _match_optimizers(source: Source, live: LoadTargets, match: Match) -> tuple[
     if len(document) != len(optimizers):
         differences.append(f"optimizers  {len(document)} in checkpoint, {len(optimizers)} in model")
     for number, optimizer in enumerate(optimizers[: len(document)]):
-        stored = StoredOptimizer(number, document[str(number)], source.component("optimizer"), decode_small)
+        stored = StoredOptimizer(number, document[str(number)], source.component("optimizer"), decode)
         if stored.numbered and (problem := stored.name(_numbered_groups(live, optimizer))) is not None:
             hint = "" if not match.elsewhere else ": load it without pipeline parallelism, and save it again"
             differences.append(f"optimizer {number}  {problem}{hint}")
@@ -378,9 +384,9 @@ def _read_trainer(
     trainer = source.trainer(tensors.__getitem__)
     if elsewhere:
         drop_elsewhere(trainer, lambda key: key not in requested and is_elsewhere(key))
-    first = decode_small(source.document("rank"))
+    first = decode(source.document("rank"))
     rank = 0 if first is None else pick_rank(first)
-    trainer["rank_state"] = first if rank == 0 else decode_small(source.document("rank", rank))
+    trainer["rank_state"] = first if rank == 0 else decode(source.document("rank", rank))
     return trainer, {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
 
 

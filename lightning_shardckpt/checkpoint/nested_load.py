@@ -22,11 +22,9 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names, parameters_of
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source, StoredTensor, assemble
-from lightning_shardckpt.state.dtensor_layout import copy_slice
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_hooks import LoadedModules
-from lightning_shardckpt.state.model import WholeNames, named_tensors, tied_names
-from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, copy_slice, is_elsewhere
+from lightning_shardckpt.state.model import Leaves, LoadedModules, WholeNames, named_tensors, tied_names
 from lightning_shardckpt.state.state_dicts import (
     KEYS,
     NOTHING,
@@ -39,7 +37,6 @@ from lightning_shardckpt.state.state_dicts import (
     states_of_checkpoint,
     value_at,
 )
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, is_elsewhere
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.host import gc_paused
 from lightning_shardckpt.system.text import list_some
@@ -293,7 +290,7 @@ def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: Collectio
     object from one that a script kept as a value, such as the best weights so far.
     """
     objects = replace(source, trainer=lambda _: {KEYS: stored})
-    flat = states_of_checkpoint(assemble(objects, lambda component, key: source.table[component][key], decode_small))
+    flat = states_of_checkpoint(assemble(objects, lambda component, key: source.table[component][key], decode))
     places = [path for path, _ in items_of(flat, bool) if key_of(path) in keys]
     leaves = chain.from_iterable(_leaves(value_at(flat, path), path, (dict,), StoredTensor) for path in places)
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, StoredTensor)}

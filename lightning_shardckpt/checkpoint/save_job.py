@@ -31,10 +31,18 @@ from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, Shape
 from lightning_shardckpt.format.plan import Piece, check_cover, plan_save, table_digest
 from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, stored_keys, values_of
-from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable, merge_encoded
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, dtype_name
+from lightning_shardckpt.state.local_tensors import (
+    HostMemory,
+    HostWindows,
+    dtype_name,
+    layout_of,
+    local_tensor,
+    this_rank,
+    view_at,
+)
+from lightning_shardckpt.state.model import Leaves
+from lightning_shardckpt.state.trainer import Snapshot
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text, list_some
@@ -454,7 +462,6 @@ def _find_values(snapshot: Snapshot, group: str) -> Iterator[tuple[str, str, Any
     for number, optimizer in (documents.get("optimizer") or {}).items():
         start = f"optimizer/{number}"
         of_group |= {f"{start}/{param}/{name}": value for param, name, value in values_of(optimizer)}
-        settings[f"{start}/own"] = optimizer.get("own")
         for params, entries in optimizer["groups"].items():
             settings |= {f"{start}/param_groups/{params}/{name}": v for name, v in entries["hyper"].items()}
     yield from ((f"{group} values", name, value) for name, value in of_group.items())

@@ -32,11 +32,6 @@ NO_TORCH_FUNCTION: Any = nn.Parameter.__torch_function__
 """The ``__torch_function__`` of a class whose functions act as on Tensors, and return Tensors."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local tensor, or any other tensor itself, without the slow import of DTensor."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def mark_as_parameter(tensor: Tensor) -> None:
     """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of another class."""
     tensor._is_param = True

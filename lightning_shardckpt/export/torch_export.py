@@ -23,9 +23,9 @@ from lightning_shardckpt.export.whole_files import Export, Options, WholeFile
 from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.sources.source import Source, assemble
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import Dropped, decode, refuse_tensor
+from lightning_shardckpt.state.json_tree import Dropped, decode
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.state.state_dicts import KEYS, states_of_checkpoint
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.storage.local_files import write_at
 from lightning_shardckpt.system.text import list_some
 
@@ -45,7 +45,7 @@ def plan_torch(source: Source, options: Options) -> Export:
         stored[id(fake)] = fake, one
         return fake
 
-    decode_plain = partial(decode, stored=refuse_tensor, makes_configs=False)
+    decode_plain = partial(decode, makes_configs=False)
     state = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
     changed = list[str]()
     if len({one.spec.holders for one in source.table.get("model", {}).values()}) > 1:  # pipeline stages

@@ -20,9 +20,9 @@ from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, OutputTe
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.source import WINDOW_BYTES, Source, read_windows
-from lightning_shardckpt.state import hf_directory
+from lightning_shardckpt.state import libraries
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS, PEFT
-from lightning_shardckpt.state.peft import stored_names
+from lightning_shardckpt.state.libraries import stored_names
 from lightning_shardckpt.storage.local_files import WRITEBACK_BYTES, NewFile, begin_writeback, write_at
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.writer import MB
@@ -174,7 +174,7 @@ def _convert(data: memoryview, stored: str, written: str) -> memoryview:
         return data
     import torch  # imported here, since it takes two seconds and exports without a conversion don't need it
 
-    from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
+    from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, host_bytes
 
     return host_bytes(torch.frombuffer(data, dtype=TORCH_DTYPES[stored]).to(TORCH_DTYPES[written]))
 
@@ -204,7 +204,7 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
         raise ValueError("the checkpoint has no model")
     component, model = source.component("model"), None
     if options.format == "huggingface":
-        model = hf_directory.pick_model(stored.document("huggingface"), component.names)
+        model = libraries.pick_model(stored.document("huggingface"), component.names)
         if model is None:
             export.notes.append("there is no config.json: the checkpoint has no record of a model of transformers")
     if model is not None:
@@ -239,11 +239,11 @@ def _add_model(export: Export, stored: Source, model: Mapping[str, Any], options
     if outside := [name for name in component.names if not name.startswith(model["prefix"])]:
         export.notes.append(f"not of the {kind}, and not in the output: {list_some([*map(repr, outside)], 5)}")
     dtype = options.output_dtype
-    tensors = list(hf_directory.list_tensors(model, component.names, component, dtype, refuses_adapters=True))
+    tensors = list(libraries.list_tensors(model, component.names, component, dtype, refuses_adapters=True))
     if twice := [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]:
         raise ValueError(f"two tensors would be called {twice[0]!r}")
-    floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
-    export.documents |= hf_directory.config_files(model, next(floating, None), options.dtype is not None)
+    floating = (tensor.dtype for tensor in tensors if tensor.dtype in libraries.CONFIG_DTYPES)
+    export.documents |= libraries.config_files(model, next(floating, None), options.dtype is not None)
     return tensors
 
 

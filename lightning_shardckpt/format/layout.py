@@ -2,7 +2,7 @@
 
 A box is a half-open, axis-aligned region of a tensor in global coordinates. A layout maps a shape and a rank to boxes,
 and shards to their holders, for all ranks of the world, so ranks need not exchange their boxes. No function enumerates
-the world: cost grows with the size of the result. ``state.dtensor_layout`` translates torch's placements.
+the world: cost grows with the size of the result. ``state.local_tensors`` translates torch's placements.
 """
 
 from __future__ import annotations

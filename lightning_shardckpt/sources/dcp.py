@@ -36,8 +36,8 @@ from lightning_shardckpt.sources.open_source import DCP_NAME
 from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source
 from lightning_shardckpt.sources.torch_save import DictTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
+from lightning_shardckpt.state.local_tensors import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.model import is_extra_state
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import read_all
 

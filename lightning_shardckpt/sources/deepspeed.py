@@ -29,8 +29,8 @@ from lightning_shardckpt.format.value_checks import check_shape
 from lightning_shardckpt.sources.open_source import DEEPSPEED_MODEL
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source
 from lightning_shardckpt.sources.torch_save import DictTensors, map_file, source_of_dicts
+from lightning_shardckpt.state.local_tensors import DTYPES
 from lightning_shardckpt.state.state_dicts import VERSION
-from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.local_storage import LocalReader
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

@@ -232,7 +232,8 @@ def map_names(
     entries = (*(source.document("model") or ()), *(source.document("frozen") or ()))
     stored = {*model.names, *entries, *parameters_of(document, range(len(document or ())))}
     known = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
-    names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
+    mapped = mapping.apply(known)
+    names = ((move(new) if move else new, prefix + stored) for new, stored in mapped.items())
     kept = {name: stored for name, stored in names if name is not None}
-    left_out = [prefix + name for name in known if mapping(name) is None]
+    left_out = [prefix + name for name in {*known}.difference(mapped.values())]
     return rename(source, kept, optimizers, left_out), mapping.unused({*known})

@@ -25,8 +25,8 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
 from lightning_shardckpt.format.layout import Box, Shape
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, StoredTensor, list_tensors
+from lightning_shardckpt.state.libraries import added_names, live_names_in_file
 from lightning_shardckpt.state.model import is_extra_state
-from lightning_shardckpt.state.peft import added_names, live_names_in_file
 
 
 def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tuple[Source, list[str]]:

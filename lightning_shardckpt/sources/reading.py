@@ -11,8 +11,15 @@ import torch
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.format.layout import Box, Part
 from lightning_shardckpt.sources.source import Source, StoredTensor, read_windows
-from lightning_shardckpt.state.dtensor_layout import parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
+from lightning_shardckpt.state.local_tensors import (
+    TORCH_DTYPES,
+    bytes_of,
+    is_host_memory,
+    parts_of,
+    parts_within,
+    this_rank,
+    view_at,
+)
 from lightning_shardckpt.transfer.reader import Request, fetch, windows
 
 _WINDOW_BYTES, _BATCH_BYTES = 16 << 20, 64 << 20  # of host memory, whose content is converted or copied to a device

@@ -22,11 +22,10 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.source import MALFORMED, ForeignBox, ForeignTensor, Source, list_tensors
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
-from lightning_shardckpt.state.model import model_leaves
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES, dtype_name, host_bytes
+from lightning_shardckpt.state.model import Leaves, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, is_weights, lift_state_dicts, versions_of
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.storage.local_storage import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 

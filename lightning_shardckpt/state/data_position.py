@@ -12,10 +12,10 @@ values. There are three ways back to a position.
 3. A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, gets the ``state``
    before its first unused batch.
 
-Streams (the last two without indices) may have drawn more batches than training has used: Lightning draws one batch
-ahead of a loader without a length, and an exception may interrupt a batch. So their position is recorded before each
-draw. Random numbers that they drew from the process for unused batches are not drawn again; this is noted in the
-position.
+Streams (IterableDatasets, and loaders with a state) may have drawn more batches than training has used: Lightning draws
+one batch ahead of a loader without a length, and an exception may interrupt a batch. So their position is recorded
+before each draw. Random numbers that they drew from the process for unused batches are not drawn again; the position
+notes this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -55,30 +55,18 @@ LoaderPosition = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a loader of training. It doesn't refer to the loader, whose workers end with it.
+    """The progress of a loader of training. It doesn't refer to the loader, whose workers end with it."""
 
-    Attributes:
-        kind: the loader's own class.
-        count: returns the number of the current epoch, and of its drawn batches.
-        has_state: whether the loader has a state of its own.
-        is_stream: whether it has one, or its dataset has no indices.
-        waits: whether iterations are empty, until the position to resume from is known.
-        upcoming: the position at which the next iteration begins; None to begin anew.
-        begun: the position at which the current iteration began, without keys that do not matter.
-        batches: of the current iteration of a stream, with skipped ones.
-        has_drawn: whether a stream has drawn random numbers of the process after its first batch.
-        draws: the last draws of a stream: the number of the epoch and of its batch, and the position before it.
-    """
-
-    kind: Any
-    count: Callable[[], tuple[int, int]]
-    has_state: bool
-    is_stream: bool
-    waits: bool = False
-    upcoming: LoaderPosition | None = None
-    begun: LoaderPosition = field(default_factory=dict)
-    batches: int = 0
-    has_drawn: bool = False
+    kind: Any  # the loader's own class
+    count: Callable[[], tuple[int, int]]  # the number of the current epoch, and of its drawn batches
+    has_state: bool  # of its own
+    is_stream: bool  # it has a state, or its dataset has no indices
+    waits: bool = False  # iterations are empty, until the position to resume from is known
+    upcoming: LoaderPosition | None = None  # at which the next iteration begins; None to begin anew
+    begun: LoaderPosition = field(default_factory=dict)  # at which the current one began
+    batches: int = 0  # of the current iteration of a stream, with skipped ones
+    has_drawn: bool = False  # a stream has drawn random numbers of the process after its first batch
+    # the last draws of a stream: the number of the epoch and of its batch, and the position before it
     draws: deque[tuple[tuple[int, int], dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
@@ -88,12 +76,10 @@ def progress_of(loader: object) -> Progress | None:
 
 
 def make_resumable(loader: Any, count: Callable[[], tuple[int, int]], *, waits: bool = False) -> None:
-    """Make a loader resumable in place, except an iterable without state, or of a class that can't be changed.
+    """Make a new loader resumable in place, except an iterable without state, or of a class that can't be changed.
 
-    Args:
-        loader: of training, before its first iteration.
-        count: returns the number of the current epoch, from 1, and of its drawn batches.
-        waits: whether iterations are empty until ``resume_loader``.
+    ``count`` returns the number of the current epoch, from 1, and of its drawn batches. If the loader waits, iterations
+    are empty until ``resume_loader``.
     """
     kind = getattr(type(loader), "shardckpt_kind", type(loader))  # Lightning makes loaders of the new class, too
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
@@ -103,7 +89,7 @@ def make_resumable(loader: Any, count: Callable[[], tuple[int, int]], *, waits: 
     if kind is type(loader):
         added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_kind": kind}
         if not has_state:  # Lightning asks for these methods to learn whether a loader can resume
-            added |= {"state_dict": lambda loader: {}, "load_state_dict": lambda loader, state: None}
+            added |= {"state_dict": dict, "load_state_dict": lambda loader, state: None}
         if not is_stream:
             added |= replace_indices(kind, _Indices)
         try:
@@ -121,24 +107,22 @@ def _iterate(loader: Any) -> Iterator[Any]:
     position = progress.upcoming
     if not progress.is_stream:
         progress.begun = {}
-        with nullcontext() if position is None else _preserve_random_state(loader):
+        with _preserve_random_state(loader, is_needed=position is not None):
             iterator: Iterator[Any] = progress.kind.__iter__(loader)
         return iterator
     progress.upcoming = None
-    with nullcontext() if position is None else preserve_rng(every_device=True):
-        iterator = _begin_stream(loader, position or {})
-    if position is not None:
-        _set_random_state(loader, position)
+    if position is None:
+        return _draw_all(loader, _begin_stream(loader, {}))
+    with preserve_rng(every_device=True):
+        iterator = _begin_stream(loader, position)
+    _set_random_state(loader, position)
     return _draw_all(loader, iterator)
 
 
 def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPosition | None:
     """Return the position of a loader after ``used`` batches of the epoch, None if it is over; None if unknown.
 
-    Args:
-        loader: of training.
-        used: batches of the epoch, for all loaders together.
-        cycles: whether a shorter loader begins again at its end.
+    ``used`` is of all loaders together; if they cycle, a shorter one begins again at its end.
     """
     progress = progress_of(loader)
     if progress is None:
@@ -150,17 +134,17 @@ def position_of(loader: Any, used: int | None, *, cycles: bool) -> LoaderPositio
         used = (used - 1) % length + 1 if cycles else length
     begun, division, samples = progress.upcoming or progress.begun, _division_of(loader), _samples_of(loader)
     position = _describe(loader, progress, used) | {"samples": samples}
-    if division is None or samples is None:
-        return position
-    before = begun.get("used", 0)
-    sizes = division.sizes(samples - before)[: used - begun.get("batches", 0)]
-    return position | {"used": before + sum(sizes)}
+    if division is not None and samples is not None:
+        before = begun.get("used", 0)
+        position["used"] = before + sum(division.sizes(samples - before)[: used - begun.get("batches", 0)])
+    return position
 
 
 def _describe(loader: Any, progress: Progress, batches: int) -> dict[str, Any]:
     """Return the part of a position that does not depend on an order of all ranks."""
     start = (progress.upcoming or progress.begun).get("epoch_start")
-    sampling = {"own": _own_states(loader), "seed": getattr(sampler_of(loader), "seed", None), "epoch_start": start}
+    sampling = {"seed": getattr(sampler_of(loader), "seed", None), "epoch_start": start}
+    sampling["own"] = [generator.get_state() for generator in _generators(loader)]
     state = {"state": deepcopy(progress.kind.state_dict(loader))} if progress.has_state else {}
     return {**sampling, "batches": batches, "batch_size": batch_size_of(loader), **state}
 
@@ -191,23 +175,17 @@ def resume_loader(loader: Any, position: LoaderPosition | None, *, batches: int 
     if position["seed"] is not None and hasattr(sampler := sampler_of(loader), "seed"):
         sampler.seed = position["seed"]
     if batches is None and has_state:
-        with preserve_rng():
+        with _preserve_random_state(loader):
             _begin_stream(loader, position)  # the iteration that is over
     _set_random_state(loader, {"own": position["own"]})
     has_begun = position["epoch_start"] is not None or position["batches"] or "used" in position
     if batches is not None and (has_begun or has_state):
         progress.upcoming = position
-    return not batches or _knows_rest(loader, progress, position)
-
-
-def _knows_rest(loader: Any, progress: Progress, position: LoaderPosition) -> bool:
-    """Return whether a position determines the rest of its epoch."""
-    knows_order = progress.has_state or position["epoch_start"] is not None
+    knows_order = has_state or position["epoch_start"] is not None
     if progress.is_stream:
-        return knows_order and not position.get("draws_random_numbers", True)
-    if position.get("samples") != _samples_of(loader):
-        return False
-    return knows_order if _division_of(loader) is None else "used" in position
+        return not batches or (knows_order and not position.get("draws_random_numbers", True))
+    knows_rest = knows_order if _division_of(loader) is None else "used" in position
+    return not batches or (knows_rest and position.get("samples") == _samples_of(loader))
 
 
 def batch_size_of(loader: Any) -> int | None:
@@ -215,27 +193,20 @@ def batch_size_of(loader: Any) -> int | None:
     progress = progress_of(loader)
     if progress is None or progress.has_state:
         return None
-    division = None if progress.is_stream else _division_of(loader)
-    size: int | None = loader.batch_size if division is None else division.batch_size
+    is_dealt = not progress.is_stream and deals_samples(loader)
+    size: int | None = (loader.batch_sampler if is_dealt else loader).batch_size
     return size
-
-
-# ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the loader's own generators."""
-    found = [getattr(each, "generator", None) for each in (loader, user_sampler(sampler_of(loader)))]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _own_states(loader: Any) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _generators(loader)]
+    found = (getattr(each, "generator", None) for each in (loader, user_sampler(sampler_of(loader))))
+    return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
 
 def _random_state(loader: Any) -> dict[str, Any]:
     """Return the random states of this process and of the loader's own generators."""
-    return {"process": get_rng_state(), "own": _own_states(loader)}
+    return {"process": get_rng_state(), "own": [generator.get_state() for generator in _generators(loader)]}
 
 
 def _set_random_state(loader: Any, state: Mapping[str, Any]) -> None:
@@ -247,12 +218,13 @@ def _set_random_state(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _preserve_random_state(loader: Any) -> Iterator[None]:
+def _preserve_random_state(loader: Any, *, is_needed: bool = True) -> Iterator[None]:
     state = _random_state(loader)
     try:
         yield
     finally:
-        _set_random_state(loader, state)
+        if is_needed:
+            _set_random_state(loader, state)
 
 
 # ── loaders with indices ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,16 +232,11 @@ def _preserve_random_state(loader: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of an order of all ranks into steps, the same number on every rank.
+    """The division of an order of all ranks into steps, the same number on every data-parallel rank.
 
     A step takes the next ``ranks * batch_size`` samples. The rest makes a shorter last step, in which some ranks have
-    one sample less than others. If the rest has fewer samples than there are ranks, the last two steps share their
-    samples.
-
-    Args:
-        ranks: the number of data-parallel ranks.
-        batch_size: samples of each rank in a step.
-        drop_last: leave out a shorter last step.
+    one sample less than others, unless ``drop_last``. If the rest has fewer samples than there are ranks, the last two
+    steps share their samples.
     """
 
     ranks: int
@@ -280,12 +247,10 @@ class Division:
         """Return how many of ``samples`` all ranks together use in each step."""
         full, rest = divmod(samples, self.ranks * self.batch_size)
         sizes = [self.ranks * self.batch_size] * full
-        if rest and not self.drop_last:
-            sizes.append(rest)
-            if rest < self.ranks and full and self.batch_size > 1:
-                moved = self.batch_size // 2 * self.ranks
-                sizes[-2:] = [sizes[-2] - moved, moved + rest]
-        return sizes
+        if not rest or self.drop_last:
+            return sizes
+        moved = self.batch_size // 2 * self.ranks if full and rest < self.ranks else 0
+        return [*sizes[:-1], *(size - moved for size in sizes[-1:]), moved + rest]
 
     def repeats(self, samples: int) -> int:
         """Return how many ranks repeat another rank's sample in the last step, for want of samples."""
@@ -337,7 +302,7 @@ class _Indices:
                 warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
             yield from division.deal(left, sampler.rank)
             return
-        with nullcontext() if start is None else _preserve_random_state(loader):
+        with _preserve_random_state(loader, is_needed=start is not None):
             if start is not None:
                 _set_random_state(loader, start)
             progress.begun, indices = {"epoch_start": _random_state(loader)}, iter(self._sampler)
@@ -355,9 +320,9 @@ def _position_of_stream(loader: Any, progress: Progress, used: int | None) -> Lo
     unused = [] if first is None else [(number, position) for number, position in progress.draws if number >= first]
     if progress.waits or (unused and unused[0][0] != first):
         return None
-    position, draws = unused[0][1] if unused else _describe(loader, progress, progress.batches), progress.has_drawn
-    if progress.has_state:
-        draws = any(each.get("draws_random_numbers", False) for _, each in unused)
+    position = unused[0][1] if unused else _describe(loader, progress, progress.batches)
+    ahead = any(each.get("draws_random_numbers", False) for _, each in unused)
+    draws = ahead if progress.has_state else progress.has_drawn
     return position | {"draws_random_numbers": draws}
 
 

@@ -5,7 +5,6 @@ Checks cover the structure that readers rely on, not the values. No torch.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +13,14 @@ from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.layout import Box
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
-from lightning_shardckpt.state.peft import ROOT
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 FROZEN = "shardckpt_frozen_parameters"
 """Key of the document "frozen" in a single-file checkpoint, a dict of Lightning."""
 PEFT = "peft.json"
+ROOT = "base_model.model."
+"""The prefix of every tensor's name in PEFT's files."""
 HUGGING_FACE = "huggingface.json"
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "generation_config.json")
@@ -32,8 +31,8 @@ MAPPINGS = ("map", "odict", "counter", "namespace")
 
 # ── structure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # A schema is a function that checks a value; a list of one schema, for every item of a list; a tuple, for a list of as
-# many items; or a dict, for an object without a tag: by the names of its fields ("own?" may be absent), with "*" for
-# all other names, "#" for the names 0, 1, 2 …, and None for a schema of the whole object, which is checked last.
+# many items; or a dict, for an object without a tag: by the names of its fields, with "*" for all other names, "#" for
+# the names 0, 1, 2 …, and None for a schema of the whole object, which is checked last.
 
 _ADAPTER_NAME = re.compile(r"[^./\\\x00]+")
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
@@ -43,60 +42,51 @@ def _anything(value: Any) -> None:
     pass
 
 
-def _require(is_right: bool, expected: str, value: Any) -> None:
-    if not is_right:
-        raise FormatError(f"{shown(value)} is not {expected}")
+def _require(expected: str, is_right: Callable[[Any], bool]) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if not is_right(value):
+            raise FormatError(f"{shown(value)} is not {expected}")
 
-
-def _check_json(value: Any) -> None:
-    _require(isinstance(parse_json(check_text(value).encode(), "the text"), dict), "an object", value)
-
-
-def _check_settings(value: Any) -> None:
-    _require(isinstance(value, dict) and value.get(TAG, "map") == "map", "an object", value)
-
-
-def _refuse_compound(values: Mapping[str, Any]) -> None:
-    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
-        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
+    return check
 
 
 def _check_numbers(optimizer: Mapping[str, Any]) -> None:
     of_groups = chain.from_iterable(group["params"] for group in optimizer["groups"].values())
     names = chain(of_groups, (param for param, _, _ in values_of(optimizer))) if optimizer["numbered"] else ()
     for name in names:
-        _require(_PARAM_NUMBER.fullmatch(name) is not None, "a parameter's number", name)
-
-
-def _check_boxes(model: Mapping[str, Any]) -> None:
-    for _, start, stop, _ in chain.from_iterable(model["names"].values()):
-        Box(tuple(start), tuple(stop))  # or it raises an error
+        _require("a parameter's number", lambda v: _PARAM_NUMBER.fullmatch(v) is not None)(name)
 
 
 _OBJECT: dict[Any, Any] = {"*": _anything}
 _TEXTS = [check_text]
 _OPTIMIZER = {
-    "groups": {"#": {"hyper": _check_settings, "params": _TEXTS}},
-    "values": {"*": [{"value": _anything, "params": _TEXTS}], None: _refuse_compound},
-    "numbered": lambda v: _require(type(v) is bool, "true or false", v),
-    "own?": {"state?": _OBJECT, "*": _anything},
+    "groups": {
+        "#": {
+            "hyper": _require("an object", lambda v: isinstance(v, dict) and v.get(TAG, "map") == "map"),
+            "params": _TEXTS,
+        }
+    },
+    "values": {"*": [{"value": _anything, "params": _TEXTS}]},
+    "numbered": _require("true or false", lambda v: type(v) is bool),
     None: _check_numbers,
 }
 _HUGGING_FACE = {
     "prefix": check_text, "class": check_text, "ties": _TEXTS, "ignored": _TEXTS,
-    "adapter": lambda v: _require(v is None or check_text(v) == v, "text", v),
+    "adapter": _require("text", lambda v: v is None or check_text(v) == v),
     "names": {"*": [(check_text, check_shape, check_shape, check_shape)]},
-    "files": {CONFIG: _check_json, f"{CONFIGS[1]}?": _check_json, "*": _anything},
-    None: _check_boxes,
+    "files": {
+        CONFIG: _require("an object", lambda v: isinstance(parse_json(check_text(v).encode(), "the text"), dict)),
+        "*": check_text,
+    },
 }
 _ADAPTER = {
-    "name": lambda v: _require(_ADAPTER_NAME.fullmatch(check_text(v)) is not None, "the name of an adapter", v),
-    "root": lambda v: _require(v in ("", ROOT), "a prefix of PEFT", v),
+    "name": _require("the name of an adapter", lambda v: _ADAPTER_NAME.fullmatch(check_text(v)) is not None),
+    "root": _require("a prefix of PEFT", lambda v: v in ("", ROOT)),
     "prefix": check_text, "config": check_text,
 }
 _SCHEMAS: dict[str, Any] = {
     "trainer": _OBJECT,
-    "model": {**_OBJECT, None: _refuse_compound},
+    "model": _OBJECT,
     "optimizer": {"#": _OPTIMIZER},
     "frozen": {"*": (check_dtype, check_shape)},
     "versions": {"*": _OBJECT},
@@ -114,7 +104,7 @@ def _check(value: Any, schema: Any, place: str = "") -> None:
         except (FormatError, TypeError) as error:
             raise FormatError(f"{where}: {error}") from None
     elif isinstance(schema, dict):
-        required = {name for name in schema if name not in ("*", "#", None) and not name.endswith("?")}
+        required = schema.keys() - {"*", "#", None}
         if not isinstance(value, dict) or TAG in value or not value.keys() >= required:
             wanted = f" with {', '.join(sorted(required))}" if required else ""
             raise FormatError(f"{where} is not an object{wanted}: {shown(value)}")
@@ -122,7 +112,7 @@ def _check(value: Any, schema: Any, place: str = "") -> None:
             raise FormatError(f"{where} has keys {shown(list(value))}, expected 0 to {len(value) - 1}")
         others = schema.get("*", schema.get("#", _anything))
         for name, item in value.items():
-            _check(item, schema.get(name, schema.get(f"{name}?", others)), f"{place}/{name[:200]}".lstrip("/"))
+            _check(item, schema.get(name, others), f"{place}/{name[:200]}".lstrip("/"))
         _check(value, schema.get(None, _anything), place)
     else:
         count = len(schema) if isinstance(schema, tuple) else None
@@ -138,12 +128,7 @@ def check_document(role: str, value: Any) -> None:
 
 
 def parse_document(role: str, content: bytes, where: str) -> Any:
-    """Parse and check a document.
-
-    Args:
-        role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or "huggingface".
-        content: of the file.
-        where: names the document in errors.
+    """Parse and check the content of a document; ``where`` names it in errors.
 
     Raises:
         FormatError: if the document does not have the structure of its role.
@@ -192,15 +177,12 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Any]:
     >>> entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
     {'trainer/loops/step': 3, 'trainer/names': ['a']}
     """
-    entries: dict[str, Any] = {}
+    entries: dict[str, list[Any]] = {}
     parts = _parts(role, document, rank) if document is not None else ()
     for name, value in chain.from_iterable(_leaves(value, path) for path, value in parts):
-        key, number = name, 1
-        while key in entries:  # {"a/b": …} and {"a": {"b": …}}
-            number += 1
-            key = f"{name}#{number}"
-        entries[key] = value
-    return entries
+        entries.setdefault(name, []).append(value)
+    # {"a/b": …} and {"a": {"b": …}} have the same name
+    return {name: values[0] if len(values) == 1 else values for name, values in entries.items()}
 
 
 def _parts(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
@@ -208,14 +190,13 @@ def _parts(role: str, document: Any, rank: int) -> Iterator[tuple[str, Any]]:
         yield from document.items()
     elif role != "optimizer":
         yield role if role == "trainer" else f"rank/{rank}", document
-    for number, optimizer in document.items() if role == "optimizer" else ():
-        place = f"optimizer/{number}"
-        yield from ((f"{place}/{param}/{name}", value) for param, name, value in values_of(optimizer))
-        for i, group in optimizer["groups"].items():
-            yield f"{place}/param_groups/{i}", group["hyper"]
-            yield f"{place}/param_groups/{i}/params", group["params"]
-        if "own" in optimizer:
-            yield f"{place}/own", optimizer["own"]
+    else:
+        for number, optimizer in document.items():
+            place = f"optimizer/{number}"
+            yield from ((f"{place}/{param}/{name}", value) for param, name, value in values_of(optimizer))
+            for i, group in optimizer["groups"].items():
+                yield f"{place}/param_groups/{i}", group["hyper"]
+                yield f"{place}/param_groups/{i}/params", group["params"]
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -227,22 +208,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         inner = [tuple(pair) for pair in content if isinstance(pair, list) and len(pair) == 2]
     elif isinstance(value, dict) and tag is None:
         inner = list(value.items())
-    for key, item in inner:
-        text = str(key.get("v")) if isinstance(key, dict) else str(key)  # a key may be tagged, too
-        yield from _leaves(item, f"{path}/{text}")
+    for key, item in inner:  # a key may be tagged, too
+        yield from _leaves(item, f"{path}/{key.get('v') if isinstance(key, dict) else key}")
     if not inner and tag != "stored":
         yield path, value
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list[str]:
-    """Add a parameter to those that share an equal value, such as the step counter; return the list of them."""
-    text = json.dumps(value, sort_keys=True)
-    params: list[str] = values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"]
-    params.append(param)
-    return params
 
 
 def values_of(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -254,41 +226,32 @@ def values_of(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the optimizer documents of pipeline stages into the document of a single process, see FORMAT.md.
 
-    Hyper-parameters and the optimizer's own entries come from the first document that has them. Parameters are in the
-    order of the documents, each once: several stages may have parameters of containers, and tied ones.
+    Hyper-parameters come from the first document that has them. Parameters are in the order of the documents, each
+    once: several stages may have parameters of containers, and tied ones.
     """
     merged: dict[str, Any] = {}
     seen: set[tuple[str, ...]] = set()
     for number, part in chain.from_iterable(document.items() for document in documents):
         one = merged.setdefault(number, {"groups": {}, "values": {}, "numbered": False})
         one["numbered"] |= part["numbered"]
-        if "own" in part:
-            one.setdefault("own", part["own"])
         for i, group in part["groups"].items():
             params = one["groups"].setdefault(i, {"hyper": group["hyper"], "params": []})["params"]
             params += [param for param in group["params"] if (number, param) not in seen]
             seen.update((number, param) for param in params)
-        for param, name, value in values_of(part):
-            if (number, name, param) not in seen:
-                add_value(one["values"], name, param, value)
-            seen.add((number, name, param))
-    for one in merged.values():
-        one["values"] = {name: list(by_value.values()) for name, by_value in one["values"].items()}
+        for name, entry in ((name, entry) for name, shared in part["values"].items() for entry in shared):
+            params = [param for param in entry["params"] if (number, name, param) not in seen]
+            one["values"].setdefault(name, []).append({**entry, "params": params})
+            seen.update((number, name, param) for param in params)
     return merged
 
 
 class StoredOptimizer:
     """One optimizer of a checkpoint: its groups, its values, and the names of its tensors.
 
-    Args:
-        number: of the optimizer.
-        document: its part of the document "optimizer".
-        component: the tensors of all optimizers.
-        decode: decodes the result of ``encode_small``.
+    Made of its part of the document "optimizer", and of the tensors of all optimizers.
 
     Attributes:
         groups: the names of the parameters in each param group, with ``hyper``, its settings.
-        own: state without a parameter (``optimizer.state["k"]``) and extra entries, like a state dict.
         values: state that is not a tensor in files, by parameter and name.
         specs: the stored tensors of all optimizers, of which ``tensors`` has the keys, by parameter and name.
     """
@@ -300,7 +263,6 @@ class StoredOptimizer:
         self.groups: list[list[str]] = [group["params"] for group in groups]
         self.hyper: list[dict[str, Any]] = [decode(group["hyper"]) for group in groups]
         self.numbered: bool = document["numbered"]
-        self.own: dict[str, Any] = decode(document.get("own", {}))
         self.values: dict[str, dict[str, Any]] = {}
         for param, name, value in values_of(document):
             self.values.setdefault(param, {})[name] = decode(value)  # for each: they share no mutable memory
@@ -343,4 +305,4 @@ class StoredOptimizer:
         groups = [{**h, "params": [as_saved[p] for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
         if not groups and not state:
             return {}  # as in Lightning, for a LightningModule without optimizers
-        return {**self.own, "state": {**state, **self.own.get("state", {})}, "param_groups": groups}
+        return {"state": state, "param_groups": groups}

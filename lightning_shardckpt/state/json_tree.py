@@ -21,6 +21,8 @@ import re
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -28,12 +30,12 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.value_checks import bytes_in, check_shape, shown
 from lightning_shardckpt.state.documents import MAPPINGS, TAG, parse_document
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes, is_elsewhere
+from lightning_shardckpt.state.local_tensors import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes, is_elsewhere
 
 INLINE_BYTES = 1024
 
@@ -44,36 +46,29 @@ _UNREAD = "pickled, which weights_only=False alone reads"
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 
 
+@dataclass(repr=False, eq=False)
 class Dropped:
-    """A placeholder for a value that could not be stored: the type's name and the start of its repr."""
+    """A placeholder for a value that was not stored, or not loaded: the type's name, and the start of its repr."""
 
-    _PROBLEM = "not stored in"
-
-    def __init__(self, type_name: str, text: str) -> None:
-        self.type_name, self.text = type_name, text
+    type_name: str
+    text: str
 
     def __repr__(self) -> str:
-        return f"<{self._PROBLEM} the checkpoint: {self.type_name} {self.text}>"
+        return f"<not loaded: {self.type_name} {self.text}>"
 
 
 class Pickled(Dropped):
     """A placeholder for a pickled value that was not unpickled, since the load did not allow it."""
-
-    _PROBLEM = "not read from"
 
 
 # ── the table of tags ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Tag(NamedTuple):
-    """A type of value, its JSON, and the way back.
+    """A kind of value, its JSON, and the way back from content of a type.
 
-    Attributes:
-        kind: of the values that are stored under this tag.
-        content: the type of their decoded content.
-        to_json: returns the content of a value, whose items are encoded like any value.
-        from_json: returns the value of a decoded content, and of the fields beside it.
-        fields: functions that return the fields beside the content, by name.
+    ``to_json`` returns the content of a value, whose items are encoded like any value; ``fields`` those beside it.
+    ``from_json`` returns the value of a decoded content and of its fields.
     """
 
     kind: type | tuple[type, ...]
@@ -91,8 +86,7 @@ def _to_base64(content: bytes | memoryview) -> str:
     return base64.b64encode(content).decode()
 
 
-def _from_base64(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
+_from_base64 = partial(base64.b64decode, validate=True)
 
 
 def _tensor(content: str, dtype: str, shape: Any) -> torch.Tensor:
@@ -131,6 +125,7 @@ def _time(kind: Any) -> _Tag:
     return _Tag(kind, str, kind.isoformat, kind.fromisoformat)
 
 
+_ARRAYS = (numpy.ndarray, numpy.generic)
 _SHAPE = {"shape": lambda v: list(v.shape)}
 _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetime a date
     "tensor": _Tag(
@@ -158,12 +153,8 @@ _TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetim
     "timedelta": _parts(datetime.timedelta, "days", "seconds", "microseconds"),
     "range": _parts(range, "start", "stop", "step"),
     "slice": _parts(slice, "start", "stop", "step"),
-    "numpy": _Tag(
-        (numpy.ndarray, numpy.generic), str, _array_bytes, _array, {"dtype": lambda v: v.dtype.str, **_SHAPE}
-    ),
-    "dropped": _Tag(
-        Dropped, str, attrgetter("text"), lambda v, kind: Dropped(str(kind), v), {"type": attrgetter("type_name")}
-    ),
+    "numpy": _Tag(_ARRAYS, str, _array_bytes, _array, {"dtype": attrgetter("dtype.str"), **_SHAPE}),
+    "dropped": _Tag(Dropped, str, attrgetter("text"), lambda v, k: Dropped(k, v), {"type": attrgetter("type_name")}),
 }
 _TIMES = ("datetime", "date", "time", "timedelta")
 _PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
@@ -186,17 +177,14 @@ class Encoder:
     Attributes:
         tensors: to store beside the JSON, by path.
         plain: all tensors that are not sharded, by path.
-        dropped: paths and types of values that were replaced by placeholders.
-        unstorable: paths and types of values that cannot be stored, for ``check``.
+        dropped: paths and types of values that were replaced by placeholders; ``unstorable``, that cannot be stored.
     """
 
     def __init__(
         self, droppable: tuple[str, ...] = (), inline_bytes: float = INLINE_BYTES, *, pickles: bool | None = None
     ) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.plain: dict[str, torch.Tensor] = {}
-        self.dropped: list[str] = []
-        self.unstorable: list[str] = []
+        self.tensors, self.plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.dropped, self.unstorable = list[str](), list[str]()
         self._droppable, self._inline_bytes, self._pickles = droppable, inline_bytes, pickles
 
     def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
@@ -207,9 +195,7 @@ class Encoder:
         if (kind is int and abs(value) <= _BIG_INT) or (kind is float and math.isfinite(value)):
             return value
         if depth >= _MAX_DEPTH:
-            raise StateError(
-                f"state nested deeper than {_MAX_DEPTH} levels at {path[:80]}…: a value that contains itself?"
-            )
+            raise StateError(f"state nested deeper than {_MAX_DEPTH} levels at {path[:80]}…: does it contain itself?")
         if isinstance(value, list):
             return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         if isinstance(value, torch.Tensor):
@@ -218,8 +204,8 @@ class Encoder:
             for base, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
                 if isinstance(value, base) and kind is not base:
                     return self.encode(plain(value), path, depth)
-        tag = next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None)
-        return self._refuse(value, path) if tag is None else self._tagged(tag, value, path, depth)
+        tag = next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), "")
+        return self._tagged(tag, value, path, depth)
 
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""
@@ -234,17 +220,14 @@ class Encoder:
     def _tagged(self, tag: str, value: Any, path: str, depth: int) -> Any:
         try:
             content = _TAGS[tag].to_json(value)
-        except (LookupError, ValueError):  # a dtype of no name, an integer of more than 4300 digits
-            return self._refuse(value, path)
-        if tag in _TIMES and not bool(_TAGS[tag].from_json(content) == value):  # pandas' NaT, nanoseconds
+            if tag in _TIMES and not bool(_TAGS[tag].from_json(content) == value):  # pandas' NaT, nanoseconds
+                raise ValueError(content)
+        except (LookupError, ValueError):  # no tag, a dtype of no name, an integer of more than 4300 digits
             return self._refuse(value, path)
         fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
         if tag in MAPPINGS:
-            pairs = [
-                (key, self.encode(item, f"{path}/{key}" if path else str(key), depth + 1))
-                for key, item in content
-                if not is_elsewhere(item)  # each stage adds its own
-            ]
+            items = ((key, item) for key, item in content if not is_elsewhere(item))  # each stage adds its own
+            pairs = [(k, self.encode(item, f"{path}/{k}" if path else str(k), depth + 1)) for k, item in items]
             if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key, _ in pairs):
                 return dict(pairs)
             return {TAG: tag, "v": [[self.encode(key, path, depth + 1), item] for key, item in pairs]}
@@ -255,7 +238,7 @@ class Encoder:
 
     def _tensor(self, value: torch.Tensor, path: str, depth: int) -> Any:
         dtype_name(value, path)  # raises an error for a tensor without plain memory
-        if local_part(value) is value:
+        if not isinstance(value, DTensor):
             self.plain[path] = value
             if value.nbytes <= self._inline_bytes:
                 return self._tagged("tensor", value, path, depth)
@@ -295,7 +278,7 @@ def encode_small(value: Any, path: str) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and local_part(value) is not value:
+        if isinstance(value, DTensor):
             raise TypeError("a sharded tensor")
         return NotImplemented
 
@@ -313,12 +296,18 @@ def _pickle(value: Any) -> bytes | None:
 # ── JSON becomes values ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode(value: Any, stored: Callable[[str], Any], *, unpickles: bool = False, makes_configs: bool = True) -> Any:
-    """Return the value from the JSON of ``Encoder.encode``.
+def _refuse_tensor(path: str) -> Any:
+    raise FormatError(f"a tensor {path!r} is referred to where none can be stored")
+
+
+def decode(
+    value: Any, stored: Callable[[str], Any] = _refuse_tensor, *, unpickles: bool = False, makes_configs: bool = True
+) -> Any:
+    """Return the value from the JSON of ``Encoder.encode`` or ``encode_small``.
 
     Args:
         value: the JSON.
-        stored: returns the tensor stored beside the JSON under a path, or the value in its place.
+        stored: returns the tensor stored beside the JSON under a path, or the value in its place; by default none can.
         unpickles: whether to unpickle, which executes code of the pickle; else each is a ``Pickled`` placeholder.
         makes_configs: whether to make containers of OmegaConf, where it is installed, rather than plain ones.
 
@@ -364,16 +353,6 @@ def _unpickle(content: bytes, type_name: str) -> Any:
         return pickle.loads(content)
     except Exception as error:  # the object's class may raise anything
         raise TypeError(f"a {type_name} cannot be unpickled: {type(error).__name__}: {error}") from error
-
-
-def decode_small(value: Any) -> Any:
-    """Return the value from the JSON of ``encode_small``."""
-    return decode(value, refuse_tensor)
-
-
-def refuse_tensor(path: str) -> Any:
-    """Raise a FormatError: the ``stored`` of JSON that has no tensors beside it."""
-    raise FormatError(f"a tensor {path!r} is referred to where none can be stored")
 
 
 def check_readable(role: str, content: bytes, where: str) -> None:

@@ -4,17 +4,16 @@ torch's ``get_optimizer_state_dict`` is not used: it takes a step with zero grad
 changes momenta and parameters (torch 2.13).
 
 Tensors with dims are leaves ``<optimizer>/<fqn>/<name>``. A JSON document holds the rest: 0-dim tensors and numbers
-such as ``step``, the hyper-parameters of the param groups, state without a parameter (``optimizer.state["k"]``), and
-the extra entries of an optimizer's ``state_dict``.
+such as ``step``, and the hyper-parameters of the param groups. State of no parameter and in no group is refused.
 
-A load compares first, then fills tensors, then applies the rest. Parameters are matched by name; state that is stored
-by number is named first. Live state of the right shape is filled in place. Hyper-parameters follow
-the parameters into their current param groups.
+A load compares first, then fills live state of the right shape in place, then applies the rest. Parameters are matched
+by name; state that is stored by number is named first. Hyper-parameters follow parameters into their current groups.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,11 +28,10 @@ from lightning_shardckpt.compat.torch_modules import has_load_hooks, has_own_sta
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.state.documents import StoredOptimizer, add_value
-from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, new_like
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import encode_small
-from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, is_host_memory
+from lightning_shardckpt.state.local_tensors import DTYPES, TORCH_DTYPES, bytes_of, is_host_memory, is_like, new_like
+from lightning_shardckpt.state.model import Leaves
 
 _OF_TORCH = ("state", "param_groups")
 _NOT_HYPER = ("params", "param_names")
@@ -41,43 +39,29 @@ _NOT_HYPER = ("params", "param_names")
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state dict with FQNs in place of numbers; tensors are live.
-
-    Args:
-        optimizer: any torch optimizer.
-        names: FQN by ``id`` of the parameter.
+    """Return an optimizer's state dict with FQNs, ``names`` by ``id`` of the parameter, for numbers. Tensors are live.
 
     Raises:
-        StateError: if the model lacks a parameter of the optimizer, or the key of some state is ambiguous.
+        StateError: if the model lacks a parameter of the optimizer, or the optimizer has state of its own.
     """
     refuse_zero_redundancy(optimizer, "the optimizer")
-    extra, groups, kind = extra_entries(optimizer), list[dict[str, Any]](), type(optimizer).__name__
+    refuse_own_state(optimizer)
+    groups, kind = list[dict[str, Any]](), type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
+        if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise StateError(
                 f"param group {number} of {kind} has parameters of shapes {unknown} that the module does not have; "
                 "build the optimizer from the module's parameters in configure_optimizers"
             )
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
-    state, every = dict[str, Any](), dict[Any, Any](optimizer.state)
-    for key, values in every.items():
-        is_dict = isinstance(values, Mapping)
-        if isinstance(key, torch.Tensor):
-            if not is_dict or not all(isinstance(name, str) for name in values):
-                shape = tuple(key.shape)
-                raise StateError(f"{kind} has state that is not a dict with string keys, for a parameter of {shape}")
-            if id(key) in names:
-                state[names[id(key)]] = dict(values)
-        elif not isinstance(key, str) or is_dict:
-            raise StateError(
-                f"{kind} has state under {shown(key)}, which is not a parameter, so a load could not assign it; keep "
-                "it in a param group, like a hyper-parameter"
-            )
-    own = {key: value for key, value in every.items() if isinstance(key, str)}
-    if both := own.keys() & names.values():
-        raise StateError(f"{kind} has state under {min(both)!r}, which is a parameter's name, too")
-    return {"state": state | own, "param_groups": groups, **extra}
+    state = dict[str, Any]()
+    for key, values in optimizer.state.items():
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            shape = tuple(key.shape)
+            raise StateError(f"{kind} has state that is not a dict with string keys, for a parameter of {shape}")
+        if id(key) in names:
+            state[names[id(key)]] = dict(values)
+    return {"state": state, "param_groups": groups}
 
 
 def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
@@ -94,32 +78,16 @@ def is_of_torch(value: object, name: str) -> bool:
     return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
-def extra_entries(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the entries that an optimizer's ``state_dict`` adds to torch's."""
-    name, extra = type(optimizer).__name__, dict[str, Any]()
-    problem = "hooks on load_state_dict" if has_load_hooks(optimizer) else ""
-    if has_own_state_dict(optimizer):
-        state_dict = optimizer.state_dict()
-        extra = {key: value for key, value in state_dict.items() if key not in _OF_TORCH}
-        if state_dict and not state_dict.keys() >= {*_OF_TORCH}:  # Lightning's mock for no optimizer is empty
-            problem = f"a state_dict of its own, of {sorted(map(str, state_dict))}"
-        elif extra and not {*map(id, state_dict["state"].values())} <= {*map(id, optimizer.state.values())}:
-            problem = f"a state_dict that changes the state of parameters and adds {sorted(map(str, extra))}"
-    if problem:
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer with hooks on its load, or with state that is neither of a parameter nor in a param group."""
+    entries = optimizer.state_dict() if has_own_state_dict(optimizer) else {}
+    keys = (key for key in (*optimizer.state, *entries) if not isinstance(key, torch.Tensor))
+    own = [f"state of its own, {shown(key)}," for key in keys if key not in _OF_TORCH]
+    if problems := [*own, *(["hooks on load_state_dict"] if has_load_hooks(optimizer) else [])]:
         raise StateError(
-            f"{name} has {problem}, which a sharded checkpoint does not save, so a resumed run would differ. "
-            "Entries beside torch's 'state' and 'param_groups' are kept; or keep such values in "
-            "optimizer.param_groups, or save them in on_save_checkpoint and restore them in on_load_checkpoint."
+            f"{type(optimizer).__name__} has {problems[0]} which a sharded checkpoint does not save, so a resumed run "
+            "would differ: keep such values in optimizer.param_groups, in a subclass"
         )
-    return extra
-
-
-def load_extra_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
-    """Load state without a parameter and extra entries into an optimizer whose other state is loaded."""
-    optimizer.state.update(own.get("state", {}))
-    entries = {key: value for key, value in own.items() if key not in _OF_TORCH}
-    if entries and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        optimizer.load_state_dict({**Optimizer.state_dict(optimizer), **entries})
 
 
 def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, Any]]:
@@ -133,46 +101,42 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
     for number, state in enumerate(states):
         where = f"optimizer_states/{number}"
         state = state or {"state": {}, "param_groups": []}  # Lightning's, of a LightningModule without optimizers
-        if not state.keys() >= {*_OF_TORCH}:
+        if state.keys() != {*_OF_TORCH}:
             raise StateError(
-                f"{where} is not a state dict of a torch optimizer, with 'state' and 'param_groups': it has "
+                f"{where} is not a state dict of a torch optimizer, of 'state' and 'param_groups': it has "
                 f"{sorted(map(str, state))}"
             )
-        own = {k: v for k, v in state["state"].items() if isinstance(k, str) and not isinstance(v, Mapping)}
-        values: dict[str, Any] = {}
-        having: dict[tuple[Any, ...], list[str]] = {}  # the parameters with an equal value, by its key
-        entries = ((p, *entry) for p, of in state["state"].items() if p not in own for entry in of.items())
+        if odd := [key for key, entries in state["state"].items() if not isinstance(entries, Mapping)]:
+            raise StateError(f"{where}/state: {shown(odd[0])} is not a parameter with a dict of state")
+        values: dict[str, dict[Any, Any]] = {}  # by name and key: an equal value, and its parameters
+        entries = ((p, *entry) for p, of in state["state"].items() for entry in of.items())
         for param, name, value in entries:
             key = f"{number}/{_name(param)}/{name}"
             if "/" in name:
                 raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
                 tensors[key] = value
-            elif (equal := _equality_key(name, value)) in having:
-                having[equal].append(_name(param))
-            else:
-                having[equal] = add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
+                continue
+            equal, shared = _equality_key(value, f"optimizer_states/{key}"), values.setdefault(name, {})
+            if equal not in shared:
+                shared[equal] = {"value": encode_small(value, f"optimizer_states/{key}"), "params": []}
+            shared[equal]["params"].append(_name(param))
         groups = {}
         for i, group in enumerate(state["param_groups"]):
             hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
             params = [_name(param) for param in group["params"]]
             groups[str(i)] = {"hyper": encode_small(hyper, f"{where}/param_groups/{i}"), "params": params}
         numbered = any(isinstance(p, int) for group in state["param_groups"] for p in group["params"])
-        shared = {name: list(by_value.values()) for name, by_value in values.items()}
-        document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
-        extra = {key: value for key, value in state.items() if key not in _OF_TORCH}
-        if odd := [key for key in (*own, *extra) if not isinstance(key, str) or key.startswith("$")]:
-            raise StateError(f"{where}: {odd[0]!r} cannot be stored as the name of an entry")
-        if own or extra:
-            document[str(number)]["own"] = encode_small({**({"state": own} if own else {}), **extra}, where)
+        listed = {name: [*shared.values()] for name, shared in values.items()}
+        document[str(number)] = {"groups": groups, "values": listed, "numbered": numbered}
     return Leaves(tensors), document
 
 
-def _equality_key(name: str, value: Any) -> tuple[Any, ...]:
-    """Return a key that only equal values share, quicker to make than their JSON; unique for other types."""
+def _equality_key(value: Any, path: str) -> Any:
+    """Return a key that only equal values share: their JSON, or what is quicker to make."""
     if type(value) is torch.Tensor and value.layout is torch.strided and is_host_memory(value):
-        return name, value.dtype, value.shape, bytes(bytes_of(value))
-    return name, type(value), value if type(value) is int else object()
+        return value.dtype, value.shape, bytes(bytes_of(value))
+    return value if type(value) is int else json.dumps(encode_small(value, path), sort_keys=True)
 
 
 def _name(param: str | int) -> str:
@@ -181,23 +145,16 @@ def _name(param: str | int) -> str:
 
 # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_OF_SCHEDULERS = "initial_lr"
-_OF_ANY_CLASS = {
-    *("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", _OF_SCHEDULERS),
-}
+_OF_ANY_CLASS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
 """Settings that newer versions of torch or schedulers add, so that they do not identify the optimizer's class."""
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A live parameter and its stored state.
+    """A live parameter, the number of its param group, and its FQN.
 
-    Attributes:
-        param: the parameter.
-        group: the number of its param group.
-        name: its FQN.
-        stored: its names in the checkpoint: none if it is not stored, several if it is tied in the model only.
-        filled: the tensors of state to fill, by name.
+    ``stored`` has its names in the checkpoint: none if it is not stored, several if it is tied in the model only;
+    ``filled`` the tensors of state to fill, by name.
     """
 
     param: torch.Tensor
@@ -212,8 +169,7 @@ class OptimizerLoad:
 
     Args:
         number: of the optimizer.
-        optimizer: the live optimizer.
-        stored: the optimizer in the checkpoint.
+        optimizer: the live one, ``stored`` the one in the checkpoint.
         names: FQN by ``id`` of the live parameters.
         same: returns all names, live and stored, of the tensor with a live FQN.
         dtypes: the stored dtypes of parameters by live FQN.
@@ -234,10 +190,9 @@ class OptimizerLoad:
         self._number, self._optimizer, self._stored, self._dtypes = number, optimizer, stored, dtypes
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
         self._rows = list[_Row]()
-        for group, params in enumerate(group["params"] for group in optimizer.param_groups):
-            for param, name in ((param, names[id(param)]) for param in params):
-                stored_names = [one for one in same(name) if one in self._group_of]
-                self._rows.append(_Row(param, group, name, stored_names))
+        for param, group in ((p, number) for number, of in enumerate(optimizer.param_groups) for p in of["params"]):
+            stored_names = [name for name in same(names[id(param)]) if name in self._group_of]
+            self._rows.append(_Row(param, group, names[id(param)], stored_names))
         self._loaded = [row for row in self._rows if row.stored and row.name not in reshaped]
 
     def other_class(self) -> str | None:
@@ -256,8 +211,7 @@ class OptimizerLoad:
     def compare(self, elsewhere: frozenset[str]) -> Iterator[str]:
         """Yield a line for each parameter that only one side has, and for state whose shape does not fit its parameter.
 
-        Args:
-            elsewhere: parameters of other pipeline stages, which compare these.
+        Other pipeline stages compare the parameters ``elsewhere``.
         """
         where, found = f"optimizer {self._number}", {name for row in self._rows for name in row.stored}
         for name in sorted(self._group_of.keys() - found - elsewhere):
@@ -271,7 +225,7 @@ class OptimizerLoad:
             shape = shape_of(row.param)
             for key in self._stored.tensors.get(row.stored[0], {}).values():
                 spec = self._stored.specs[key]
-                if spec.shape != shape and not acts_as_whole(row.param):
+                if spec.shape != shape and type(row.param) is DTensor:  # code sees local rows of torch's
                     yield f"{where}: {key}  shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
 
     def sources(self) -> dict[str, list[int] | None]:
@@ -291,14 +245,10 @@ class OptimizerLoad:
     def tensors(
         self, is_alone: Callable[[torch.Tensor], bool], check: Callable[[str], object]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to fill, with their stored keys: live state that fits, and new memory.
+        """Return the tensors to fill, with their stored keys: live state that fits and ``is_alone``, or new.
 
         All are sharded like their parameters. Nothing live changes yet. Parameters that are tied only in the checkpoint
-        get separate tensors; so does state that is not alone in its memory.
-
-        Args:
-            is_alone: whether a tensor shares its memory with no other.
-            check: raises an error if the files cannot contain a stored tensor, which is about to get memory.
+        get separate tensors. ``check`` raises an error if the files cannot contain a tensor, before it gets memory.
         """
         tensors = list[tuple[str, torch.Tensor]]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
@@ -310,7 +260,7 @@ class OptimizerLoad:
                     if spec.shape == shape_of(param):
                         fits = current is not None and is_like(current, param, dtype) and is_alone(current)
                         row.filled[name] = current if fits else new_like(param, dtype)
-                    elif acts_as_whole(param):
+                    elif type(param) is not DTensor:
                         check(key)
                         row.filled[name] = torch.empty(spec.shape, dtype=dtype, device=param.device)
                     else:
@@ -327,25 +277,20 @@ class OptimizerLoad:
     def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
         """Put the filled tensors, the values and the hyper-parameters in place; return notes for the user.
 
-        State of parameters without stored state is kept.
-
-        Args:
-            sources: the results of ``sources``, merged over ranks so that all pipeline stages decide alike.
+        State of parameters without stored state is kept. ``sources`` is merged over ranks, so that all pipeline stages
+        decide alike.
         """
         groups, used = self._optimizer.param_groups, set[str]()
         for row in self._loaded:
-            stored = row.stored[0]
-            values = self._stored.values.get(stored, {})
-            values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
-            used.add(stored)
+            values = self._stored.values.get(row.stored[0], {})
+            values = copy.deepcopy(values) if row.stored[0] in used else values  # tied in the checkpoint only
+            used.add(row.stored[0])
             on_device = bool(groups[row.group].get("capturable") or groups[row.group].get("fused"))
             state = {name: self._placed(name, value, row, on_device) for name, value in values.items()} | row.filled
             self._optimizer.state.pop(row.param, None)
             if state:
                 self._optimizer.state[row.param] = state
-        notes = [note for i, group in enumerate(groups) for note in self._apply_hyper(i, group, sources)]
-        load_extra_entries(self._optimizer, self._stored.own)  # may replace the groups
-        return notes
+        return [note for i, group in enumerate(groups) for note in self._apply_hyper(i, group, sources)]
 
     def _placed(self, name: str, value: Any, row: _Row, on_device: bool) -> Any:
         """Move a tensor as ``Optimizer.load_state_dict`` does: ``step`` stays as it is, on the host unless fused."""
@@ -374,12 +319,10 @@ class OptimizerLoad:
             else:
                 kept = group.get(key)
                 yield f"{where}: its parameters were in groups {numbers} with {key} = {values}; kept {kept!r}"
-        missing = [k for k in group if numbers and k not in keys and k not in (*_NOT_HYPER, _OF_SCHEDULERS)]
-        if missing:
+        if missing := [k for k in group if numbers and k not in (*keys, *_NOT_HYPER, "initial_lr")]:
             yield f"{where}: not in the checkpoint, kept as configured: {missing}"
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
+    are_tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+    return torch.equal(a, b) if all(are_tensors) else not any(are_tensors) and bool(a == b)

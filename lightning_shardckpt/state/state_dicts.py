@@ -1,7 +1,7 @@
 """Flat states with state dicts of modules and optimizers, as Lightning's checkpoint dict and back.
 
-Plain Fabric gives such a state to a CheckpointIO, and its files hold one. A module's state dict is recognized by
-the attribute ``_metadata``, or by its tensors if no value has it; an optimizer's by its two keys.
+Plain Fabric gives such a state to a CheckpointIO, and its files hold one. A module's state dict is recognized by the
+attribute ``_metadata``, or by its tensors if no value has it; an optimizer's by its two keys.
 """
 
 from __future__ import annotations
@@ -92,17 +92,16 @@ def prefixes_of(paths: Collection[Path]) -> dict[Path, str]:
 
 def is_lightning_dict(state: Mapping[str, Any]) -> bool:
     """Return whether a dict has the structure of a Trainer's checkpoint."""
-    if VERSION in state or KEYS in state:
-        return True
-    if not isinstance(state.get("state_dict"), Mapping):
-        return False
+    if VERSION in state or KEYS in state or not isinstance(state.get("state_dict"), Mapping):
+        return VERSION in state or KEYS in state
     return isinstance(state.get("optimizer_states"), list) or not any(map(is_optimizer_state, state.values()))
 
 
 def is_optimizer_state(value: Any) -> bool:
     """Return whether a value has the structure of ``Optimizer.state_dict``."""
-    groups = value.get("param_groups") if isinstance(value, Mapping) else None
-    if not isinstance(groups, list) or not isinstance(value.get("state"), Mapping):
+    has_state = isinstance(value, Mapping) and isinstance(value.get("state"), Mapping)
+    groups = value.get("param_groups") if has_state else None
+    if not isinstance(groups, list):
         return False
     return all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
 
@@ -124,15 +123,12 @@ def _is_module_state(value: Any) -> bool:
 def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> dict[str, Any]:
     """Return Lightning's checkpoint dict, in which the state dicts of a flat state are stored as objects would be.
 
-    If no value has the mark of a module's state dict, each dict of tensors counts, since a filter may have copied state
-    dicts to plain dicts.
+    A state without state dicts is returned as it is. If no value has the mark of a module's state dict, each dict of
+    tensors counts, since a filter may have copied state dicts to plain dicts.
 
     Args:
         state: by key, state dicts, lists of these, and values; or the state dict of a module.
         only: key of a module; other modules are left out, if it exists.
-
-    Returns:
-        The dict; without state dicts the state itself.
 
     Raises:
         StateError: if a key of the state is reserved, or two modules have an entry of the same name.
@@ -154,12 +150,7 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
 def lightning_dict(
     rest: Mapping[str, Any], modules: Mapping[Path, Mapping[str, Any]], optimizers: Mapping[Path, Any]
 ) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict of state dicts, with their places in a flat state.
-
-    Args:
-        rest: the other entries of the state.
-        modules: state dicts by path.
-        optimizers: state dicts by path.
+    """Return Lightning's checkpoint dict of state dicts by path, with these places, and the other entries of the state.
 
     Raises:
         StateError: if a key of the state is reserved, or two modules have an entry of the same name.
@@ -196,9 +187,6 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the flat state that was saved as Lightning's checkpoint dict; any other dict unchanged. Changes the dict.
 
     If a name of the model is in none of the modules, since a prefix or a mapping changed it, the model stays in one.
-
-    Raises:
-        FormatError: if the places of modules and optimizers are malformed.
     """
     checkpoint.pop(FROZEN, None)
     keys, model = check_keys(checkpoint.pop(KEYS, None), "the checkpoint"), checkpoint.get("state_dict", {})
@@ -248,12 +236,7 @@ def check_keys(keys: Any, path: str) -> dict[str, Any] | None:
 
 
 def versions_of(state_dict: object, encode: Callable[[Any, str], Any]) -> dict[str, Any] | None:
-    """Return the document "versions" of a state dict; None if it has no ``_metadata``.
-
-    Args:
-        state_dict: of a module.
-        encode: encodes a value as JSON, given its path for errors.
-    """
+    """Return the document "versions" of a state dict, None if it has no ``_metadata``; ``encode`` takes a path, too."""
     metadata = getattr(state_dict, METADATA, None)
     if not isinstance(metadata, Mapping):
         return None
@@ -266,19 +249,16 @@ def add_versions(
 ) -> dict[str, Any]:
     """Return a state dict with the ``_metadata`` of its modules, as torch makes it.
 
-    Args:
-        state_dict: entries by name.
-        versions: by canonical name of a module, decoded; None if unknown, to return ``state_dict`` itself.
-        modules: names of the modules; by default all modules that contain an entry.
+    ``versions`` are decoded, by canonical name of a module, or None, unknown, which returns the state dict itself;
+    ``modules`` are names, by default of all modules that contain an entry.
     """
     if versions is None:
         return state_dict
-    new = OrderedDict(state_dict)
     if modules is None:
         parts = (name.split(".") for name in state_dict)
         modules = {".".join(around[:count]) for around in parts for count in range(len(around))}
-    metadata = OrderedDict((name, dict(versions.get(clean_fqn(name), _FIRST))) for name in sorted(modules))
-    vars(new)[METADATA] = metadata
+    new = OrderedDict(state_dict)
+    vars(new)[METADATA] = OrderedDict((n, dict(versions.get(clean_fqn(n), _FIRST))) for n in sorted(modules))
     return new
 
 
@@ -289,14 +269,10 @@ def versions_in(versions: Mapping[str, Any], prefix: str) -> OrderedDict[str, An
 
 
 def rename_versions(versions: Mapping[str, Any] | None, stored: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the document for renamed modules; new names follow from the names of their entries.
+    """Return the document for renamed modules; new names follow from ``stored``, old names of entries by new name.
 
     >>> rename_versions({"net.norm": {"version": 2}}, {"norm.weight": "net.norm.weight"})
     {'norm': {'version': 2}}
-
-    Args:
-        versions: by stored name.
-        stored: new name of an entry → its stored name.
     """
     if versions is None:
         return None

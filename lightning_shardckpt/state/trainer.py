@@ -1,4 +1,4 @@
-"""Lightning's checkpoint dict as a snapshot.
+"""Lightning's checkpoint dict as a snapshot: live tensors by key, and JSON documents. Nothing is copied.
 
 ``state_dict`` and ``optimizer_states`` become the components model and optimizer. All other keys are the trainer's
 state: a JSON tree, with its larger tensors in the component trainer.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,36 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import TAG
-from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import Encoder, encode_small
-from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
+from lightning_shardckpt.state.libraries import adapter_tensors, alters_base, wrapped_models
+from lightning_shardckpt.state.local_tensors import dtype_name, is_elsewhere, local_tensor
+from lightning_shardckpt.state.model import Leaves, WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.peft import adapter_tensors, alters_base, wrapped_models
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import versions_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name, is_elsewhere
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""
 
 _MAY_DIFFER = (*HYPER_PARAMETERS, "callbacks", "loops", "lr_schedulers")  # metrics may come from a rank's own batches
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's part of a save. Its values must not change until the save has returned.
+
+    Documents are by role: of "trainer", "peft" and "huggingface" rank 0's is stored, of "rank" every rank's, of
+    "model", "optimizer", "frozen" and "versions" one of each group of ranks that hold the same tensors. Other groups
+    add keys to the trainer's state that rank 0 does not have.
+    """
+
+    leaves: dict[str, Leaves]  # by component
+    own: dict[str, torch.Tensor]  # plain tensors of the trainer's state; rank 0's are stored
+    documents: dict[str, Any]
+    notes: tuple[str, ...] = ()  # for the user
+    replicated: dict[str, torch.Tensor] = field(default_factory=dict)  # must be equal on all ranks
+    # of components whose tensors have no values yet: returns the content of a key's tensor when it is written
+    contents: dict[str, Callable[[str], memoryview]] = field(default_factory=dict)
 
 
 def snapshot(
@@ -48,8 +64,8 @@ def snapshot(
 
     Args:
         checkpoint: the result of Lightning's ``dump_checkpoint``.
-        module: the live module, which tells buffers and ties; see ``model_leaves``.
-        rank_state: state of this rank alone, such as its random state.
+        module: the live module, which tells buffers and ties.
+        rank_state: state of this rank alone.
         whole: names of the model over all pipeline stages.
         adapters_only: leave out the parameters of ``module`` that training does not change.
         pickle_objects: pickle objects that JSON cannot hold; None if the caller has no such option.
@@ -64,11 +80,13 @@ def snapshot(
     others = {k: v for k, v in checkpoint.items() if not (k == "hparams_type" and isinstance(v, type))}
     tree = {k: encoder.encode(v, k) for k, v in others.items() if k not in ("state_dict", "optimizer_states")}
     encoder.check()
-    dropped = (
-        "hyper-parameters that cannot be stored without pickle are left out of the checkpoint: "
-        + ", ".join(encoder.dropped)
-        + ". Pass them again when you load, or exclude them by save_hyperparameters(ignore=…)."
-    )
+    notes: tuple[str, ...] = ()
+    if encoder.dropped:
+        notes = (
+            "hyper-parameters that cannot be stored without pickle are left out of the checkpoint: "
+            f"{', '.join(encoder.dropped)}. Pass them again when you load, or exclude them by "
+            "save_hyperparameters(ignore=…).",
+        )
     leaves = {"trainer": Leaves({k: t for k, t in encoder.tensors.items() if isinstance(t, DTensor)})}
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
@@ -86,7 +104,7 @@ def snapshot(
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
     equal = (k for k in encoder.plain if k.partition("/")[0] not in _MAY_DIFFER and not _is_statistic(k))
     replicated = {key: encoder.plain[key] for key in equal}
-    return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), replicated)
+    return Snapshot(leaves, own, documents, notes, replicated)
 
 
 def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
@@ -105,34 +123,25 @@ def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str
 
 
 def _leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, Any]]:
-    """Return leaves without the tensors called ``names``, and the document "frozen", which describes these.
-
-    A tied tensor is left out if ``names`` has one of its names.
-    """
-    out = leaves.tensors.keys() & {leaves.aliases.get(name, name) for name in names}
-    document: dict[str, Any] = {}
-    for key in [*sorted(out), *sorted(alias for alias, of in leaves.aliases.items() if of in out)]:
-        tensor = leaves.tensors[leaves.aliases.get(key, key)]
-        document[key] = [dtype_name(local_tensor(tensor), f"model/{shown(key)}"), list(tensor.shape)]
-    kept = Leaves(
-        {key: tensor for key, tensor in leaves.tensors.items() if key not in out},
-        {alias: of for alias, of in leaves.aliases.items() if of not in out},
-        leaves.pinned - out,
-    )
-    return kept, document
+    """Return leaves without the tensors of which ``names`` has a name, and the document "frozen" of these."""
+    owners = {key: key for key in leaves.tensors} | leaves.aliases
+    out, document = {owners[name] for name in names if name in owners}, dict[str, Any]()
+    for name in sorted(name for name, key in owners.items() if key in out):
+        tensor = leaves.tensors[owners[name]]
+        document[name] = [dtype_name(local_tensor(tensor), f"model/{shown(name)}"), list(tensor.shape)]
+    tensors = {key: tensor for key, tensor in leaves.tensors.items() if key not in out}
+    aliases = {alias: key for alias, key in leaves.aliases.items() if key not in out}
+    return Leaves(tensors, aliases, leaves.pinned - out), document
 
 
 def _is_statistic(name: str) -> bool:
-    """Return whether a name is that of running statistics of a norm, which each rank may have of its own."""
+    """Return whether these are running statistics of a norm, which each rank may have of its own."""
     return name.replace("/", ".").rpartition(".")[2] in _STATISTICS
 
 
 def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the live DTensor of a shape whose FQN ends a key of trainer state; None if there is none.
-
-    Averages of sharded weights are restored sharded like the weights, without gathering.
-    """
-    named = (live.get(name) for name in fqns_of(key))
+    """Return the live DTensor of a shape whose FQN ends a key of trainer state, such as an average's; else None."""
+    named = map(live.get, fqns_of(key))
     return next((tensor for tensor in named if isinstance(tensor, DTensor) and tuple(tensor.shape) == shape), None)
 
 
@@ -151,8 +160,7 @@ def fqns_of(key: str) -> Iterator[str]:
 def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool], path: str = "") -> None:
     """Remove tensors and extra state of other pipeline stages from decoded trainer state, by their keys. In place.
 
-    So state that a callback keeps by parameter name has only names of this stage after a load. ``is_elsewhere`` takes a
-    key of trainer state; ``path`` is that of ``state``.
+    So state that a callback keeps by parameter name has only names of this stage after a load.
     """
     if isinstance(state, argparse.Namespace):
         state = vars(state)

@@ -53,7 +53,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import FSDP, reshard
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics, share_rng
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
-from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.local_tensors import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement

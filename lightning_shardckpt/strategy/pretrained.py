@@ -20,9 +20,8 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.load_hooks import LoadedModules
-from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.peft import added_names, made_from_base
+from lightning_shardckpt.state.libraries import added_names, made_from_base
+from lightning_shardckpt.state.model import LoadedModules, WholeNames, tied_names
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import list_some
 

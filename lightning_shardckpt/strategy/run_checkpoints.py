@@ -46,7 +46,7 @@ from lightning_shardckpt.sources.key_mapping import map_names
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.data_position import make_resumable
-from lightning_shardckpt.state.load_hooks import LoadedModules
+from lightning_shardckpt.state.model import LoadedModules
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.ckpt_path import JoiningLauncher, may_lack_weights
 from lightning_shardckpt.strategy.resume import (

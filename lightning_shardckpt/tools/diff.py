@@ -116,7 +116,7 @@ def _compare(first: Checkpoint, second: Checkpoint, pattern: str | None) -> list
     different = [pair for pair in both if pair[0]["kind"] == "different"]
     sizes = [(0.0, 0.0)] * len(different)  # the largest difference and the largest element of each tensor
     for number, data, other in _windows(sources, different):
-        from lightning_shardckpt.state.tensor_bytes import largest_difference  # imports torch
+        from lightning_shardckpt.state.local_tensors import largest_difference  # imports torch
 
         found = largest_difference(data, other, different[number][0]["a"]["dtype"])
         sizes[number] = max(sizes[number][0], found[0]), max(sizes[number][1], found[1])

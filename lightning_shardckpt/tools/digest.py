@@ -18,7 +18,7 @@ from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import bytes_in, checksum
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source, read_windows
-from lightning_shardckpt.state import hf_directory
+from lightning_shardckpt.state import libraries
 from lightning_shardckpt.state.documents import values_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, progress, shape_text, table
@@ -110,10 +110,10 @@ def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
     """Return the tensors of each component, under each of their names."""
     if names == "huggingface":
         keys = (component := stored.component("model")).names
-        model = hf_directory.pick_model(stored.document("huggingface"), keys)
+        model = libraries.pick_model(stored.document("huggingface"), keys)
         if model is None:
             raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-        return {"model": list(hf_directory.list_tensors(model, keys, component))}
+        return {"model": list(libraries.list_tensors(model, keys, component))}
     outputs = dict[str, list[OutputTensor]]()
     for name in filter(stored.table.__contains__, _DIGESTED):
         component = stored.component(name)
@@ -129,7 +129,6 @@ def _values(document: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         for group in optimizer["groups"].values():
             values += [(number, name, key, value) for key, value in group["hyper"].items() for name in group["params"]]
         values += [(number, name, f"state {state}", value) for name, state, value in values_of(optimizer)]
-        values += [(number, "", key, value) for key, value in optimizer.get("own", {}).items()]
     return values
 
 

@@ -21,8 +21,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import checksum
-from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.model import Leaves, WholeNames
 
 SHAPES = {"w": (6, 4), "b": (5,), "norm": (3,)}
 ROOT, DOCUMENT = ROOT_NAME, "trainer-state.json"

@@ -26,7 +26,7 @@ TP_PLAN = {
     "embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"
 }
 
-# ── optimizers that keep state of no parameter, as published ones do ────────────────────────────────────────────────
+# ── optimizers that keep state of no parameter ──────────────────────────────────────────────────────────────────────
 
 
 class Counts(SGD):  # as MADGRAD: a counter under a text in ``state``, on which the step depends
@@ -39,45 +39,12 @@ class Counts(SGD):  # as MADGRAD: a counter under a text in ``state``, on which 
         return loss
 
 
-class Adds(SGD):  # as Ranger21 and SPAM: entries in ``state_dict``, a nested one and a tensor among them, taken back
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.steps, self.warmup, self.mean = 0, {"left": 5, "decay": (0.5, None)}, torch.zeros(3)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self.steps += 1
-        self.mean += self.steps
-        self.warmup = {**self.warmup, "left": self.warmup["left"] - 1}
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.steps + 0.001 * self.mean[0].item()
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "steps": self.steps, "warmup": self.warmup, "mean": self.mean}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.steps, self.warmup, self.mean = (state_dict[key] for key in ("steps", "warmup", "mean"))
-
-
 class Wraps(SGD):  # as Lookahead: a state dict of another kind
     def state_dict(self) -> dict[str, Any]:
         return {"base_optimizer": super().state_dict(), "slow": {}}
 
 
-class Scales(Adds):  # its state dict changes the state of parameters
-    def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        return {**found, "state": {k: {"momentum_buffer": 2 * v["momentum_buffer"]} for k, v in found["state"].items()}}
-
-
-class AddsObject(SGD):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "generator": object()}
-
-
-KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (Counts, Adds, Wraps, Scales, AddsObject)}
+KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (Counts, Wraps)}
 
 # ── a model, and runs of it ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,10 +169,6 @@ def full_state(module: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
                 found |= {f"{name}/{k}": v for k, v in group.items() if k not in ("params", "param_names")}
                 for key, value in optimizer.state.get(parameter, {}).items():
                     found[f"{name}/state/{key}"] = whole(value) if isinstance(value, Tensor) else value
-        if type(optimizer).__name__ not in KINDS:  # hooks in pipelines may not read all of the state
-            continue
-        own = {key: value for key, value in optimizer.state.items() if isinstance(key, str)} | optimizer.state_dict()
-        found |= {f"{number}/own/{key}": value for key, value in own.items() if key not in ("state", "param_groups")}
     return found
 
 

@@ -18,7 +18,7 @@ from lightning_shardckpt.errors import StateError
 from tests.support import tiny
 from tests.support.boring import Keeps
 from tests.support.pool import run_ranks
-from tests.support.tiny import AddsObject, Wraps
+from tests.support.tiny import Counts, Wraps
 
 
 class Brings(BoringModel):  # brings what can't be stored, in one place or another
@@ -32,7 +32,7 @@ class Brings(BoringModel):  # brings what can't be stored, in one place or anoth
             checkpoint["encoder"] = object()
 
     def configure_optimizers(self) -> Any:
-        kind = {"optimizer": AddsObject, "optimizer wraps": Wraps}.get(self.where, torch.optim.SGD)
+        kind = {"optimizer": Counts, "optimizer wraps": Wraps}.get(self.where, torch.optim.SGD)
         optimizer = kind(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, Decay() if self.where == "scheduler" else lambda step: 1.0
@@ -78,8 +78,8 @@ REFUSED = {
     "hook": "encoder: builtins.object",
     "scheduler": "lr_schedulers/0/lr_lambdas/0/lock: builtins.object",
     "datamodule": "Data/vocabulary: builtins.object",
-    "optimizer": "optimizer_states/0/generator: builtins.object",
-    "optimizer wraps": "Wraps has a state_dict of its own",
+    "optimizer": "Counts has state of its own, 'k'",
+    "optimizer wraps": "Wraps has state of its own, 'base_optimizer'",
 }
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the state of parameters is saved and taken back, and what it draws is of one process.
+"""What an optimizer draws is of one process, and what it keeps beside the state of parameters is refused.
 
 Oracle: torch's on one process.
 """
@@ -6,95 +6,35 @@ Oracle: torch's on one process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import load, save
-from lightning_shardckpt.consolidate import consolidate
+import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import StateError
 from tests.support import tiny
-from tests.support.pool import run_each, run_ranks
+from tests.support.pool import run_ranks
 from tests.support.tiny import KINDS
-from tests.support.whole_state import differing, whole
-
-KEEPING = ["Counts", "Adds"]
-FSDP2 = {"data_parallel_shard_size": 2}
 
 
-def fit(strategy: Any, steps: int, kind: str, save: str | None = None, resume: str | None = None) -> dict[str, Any]:
-    options: dict[str, Any] = {"plugins": []} if strategy == "ddp" else {}
-    data = {"shuffle": False, "batch_size": 2 // dist.get_world_size()}
-    run = tiny.fit(strategy, steps, model={"optimizer": kind}, data=data, save=save, resume=resume, **options)
-    found: dict[str, Any] = run["state"]
-    return found
-
-
-def test_a_run_goes_on_with_all_of_it(tmp_path: Path) -> None:
-    two, plain = ({kind: str(tmp_path / f"{name} {kind}.ckpt") for kind in KEEPING} for name in ("two", "plain"))
-    expected = run_each({kind: (1, fit, "ddp", 3, kind, plain[kind]) for kind in KEEPING})
-    straight = run_each({kind: (2, fit_twice, kind, two[kind]) for kind in KEEPING})
-    resumes: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for kind in KEEPING:
-        file = str(consolidate(two[kind], tmp_path / f"file {kind}.ckpt"))
-        for name, strategy, path in (("loaded", {}, plain[kind]), ("back", "ddp", file), ("here", {}, two[kind])):
-            resumes[kind, name] = (1, fit, strategy, 3, kind, None, path)
-    found = {key: rank for key, (rank,) in run_each(resumes).items()}
-    for kind in KEEPING:
-        (saved,), back = expected[kind], found[kind, "back"]
-        assert tiny.differences(found[kind, "loaded"], saved) == []
-        assert [tiny.differences(*states) for states in straight[kind]] == [[], []]
-        assert tiny.differences(back, found[kind, "here"]) == []
-        own = {key: value for key, value in back.items() if "/own/" in key}
-        assert tiny.differences(own, {key: value for key, value in saved.items() if "/own/" in key}) == [] and own
-
-
-def fit_twice(kind: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collective: every rank must call it. Returns the state after five steps, and after three and two."""
-    straight = fit(FSDP2, 5, kind)
-    fit(FSDP2, 3, kind, save=path)
-    return straight, fit(FSDP2, 5, kind, resume=path)
-
-
-def stepped(kind: str, steps: int) -> dict[str, Any]:
-    torch.manual_seed(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_no_parameter_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
-    optimizer = KINDS[kind](model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[call-arg]  # as SGD
-    for _ in range(steps):
-        model(torch.ones(3, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer}
-
-
-@pytest.mark.parametrize("kind", KEEPING)
-def test_functions_load_what_torch_would(kind: str, tmp_path: Path) -> None:
-    saved, expected, found = stepped(kind, 3), stepped(kind, 0), stepped(kind, 0)
-    save(tmp_path / "a", saved)
-    load(tmp_path / "a", found)
-    for key in ("model", "optimizer"):
-        expected[key].load_state_dict(deepcopy(saved[key].state_dict()))
-    assert differing(whole(found), whole(expected)) == [] == differing(whole(found), whole(saved))
-    assert load(tmp_path / "a")["optimizer"].keys() == saved["optimizer"].state_dict().keys()
-    alone = stepped(kind, 0)  # without names
-    save(tmp_path / "b", {"optimizer": saved["optimizer"]})
-    load(tmp_path / "b", {"optimizer": alone["optimizer"]})
-    assert differing(whole(alone["optimizer"]), whole(saved["optimizer"])) == []
-
-
-def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
-    error = r"Scales has a state_dict that changes the state of parameters and adds \['mean', 'steps', 'warmup'\]"
-    with pytest.raises(StateError, match=error):
-        save(tmp_path / "a", stepped("Scales", 1))
-    with pytest.raises(StateError, match=error):
-        save(tmp_path / "a", {"optimizer": stepped("Scales", 1)["optimizer"]})
+    optimizer = KINDS[kind](model.parameters(), lr=0.1)  # type: ignore[call-arg]  # as SGD
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    state, words = {"model": model, "optimizer": optimizer}, "'k'" if kind == "Counts" else "'base_optimizer'"
+    for save in (lambda: ckpt.save(tmp_path / "a", state), lambda: ckpt.save(tmp_path / "a", {"optimizer": optimizer})):
+        with pytest.raises(StateError, match=f"{kind} has state of its own, {words}"):
+            save()
+    torch.save({"optimizer_states": [optimizer.state_dict()], "state_dict": model.state_dict()}, tmp_path / "b.ckpt")
+    with pytest.raises(StateError, match="optimizer_states/0"):
+        ckpt.load(tmp_path / "b.ckpt", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
 
 
 # ── noise ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -89,7 +89,7 @@ def test_functions_and_tools_read_none_unless_they_are_told_to(
         load(path)
     assert verify(path).findings == ()
     file = consolidate(path, tmp_path / "file.ckpt")
-    assert "added/0: left out, <not read from the checkpoint: tests.support.boring.Encoder" in caplog.text
+    assert "added/0: left out, <not loaded: tests.support.boring.Encoder" in caplog.text
     found = torch.load(file, weights_only=True)
     assert found["added"] == [None] and "encoder" not in found["hyper_parameters"]
 

@@ -24,10 +24,9 @@ from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
+from lightning_shardckpt.state.local_tensors import HostMemory
 from lightning_shardckpt.state.model import WholeNames, model_leaves
-from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.tensor_bytes import HostMemory
-from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.state.trainer import Snapshot, snapshot
 from lightning_shardckpt.system.host import Tuning
 from tests.support.pool import run_ranks
 from tests.support.storages import TIMEOUT_S, Gated, complete, disk_error

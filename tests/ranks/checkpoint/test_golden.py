@@ -26,8 +26,7 @@ from lightning_shardckpt.checkpoint.checkpoint import load, load_full
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.value_checks import VERSION
-from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.model import Leaves, WholeNames
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import run_ranks
 

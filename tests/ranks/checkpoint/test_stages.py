@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt import full_state_dict
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.state.tensor_bytes import is_elsewhere
+from lightning_shardckpt.state.local_tensors import is_elsewhere
 from lightning_shardckpt.strategy.resume import DataShare
 from tests.support import tiny
 from tests.support.pool import run_ranks

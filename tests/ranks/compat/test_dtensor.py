@@ -23,7 +23,6 @@ from lightning_shardckpt.compat.dtensor import (
     sibling_ranks,
     spec_of,
 )
-from lightning_shardckpt.compat.torch_tensors import local_part
 from tests.support.pool import run_each
 
 
@@ -34,7 +33,7 @@ def check_parts() -> None:
     mine = whole[:3] if dist.get_rank() == 0 else whole[3:]
     assert torch.equal(local_tensor(tensor), mine) and not isinstance(local_tensor(tensor), DTensor)
     assert local_tensor(tensor).data_ptr() == tensor.to_local().data_ptr()
-    assert local_tensor(whole) is whole and local_part(tensor) is local_tensor(tensor)
+    assert local_tensor(whole) is whole
     assert shape_of(tensor) == shape_of(whole) == whole.shape
     spec = spec_of(tensor)
     assert spec == DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))

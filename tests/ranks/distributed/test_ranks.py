@@ -272,7 +272,7 @@ def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
     from lightning_shardckpt.checkpoint import checkpoint
     from lightning_shardckpt.checkpoint.background import SaveGroup
     from lightning_shardckpt.checkpoint.save_job import RunInfo
-    from lightning_shardckpt.state.snapshot import Snapshot
+    from lightning_shardckpt.state.trainer import Snapshot
 
     ranks = Ranks.of_group(timeout_s=30)
     mine = f"{path}-{ranks.rank}" if what == "path" else path

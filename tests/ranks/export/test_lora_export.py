@@ -21,7 +21,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.export.whole_files import ADAPTER_CONFIG as CONFIG
 from lightning_shardckpt.export.whole_files import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
-from lightning_shardckpt.state.peft import describe_adapters, stored_names
+from lightning_shardckpt.state.libraries import describe_adapters, stored_names
 from tests.support import adapters, small, tiny
 from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.faults import flip

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import REPLICATED, Layout, find_unheld_shards, parts_of_rank, replicas
-from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, local_views, parts_of, this_rank
+from lightning_shardckpt.state.local_tensors import layout_of, local_tensor, parts_of, this_rank, view_at
 from tests.support.pool import run_each, run_ranks
 
 Found = dict[str, tuple[Layout, torch.Size, list[int]]]
@@ -37,8 +37,9 @@ def check(tensors: dict[str, torch.Tensor]) -> Found:
             source = tuple(map(slice, part.box.start, part.box.stop))
             boxed[tuple(map(slice, part.local.start, part.local.stop))] = whole[source]
         assert torch.equal(boxed, local.to(boxed.dtype)), (name, tensor)
-        for box, view in local_views(tensor):
-            assert view.shape == box.shape
+        for part in parts_of(tensor, this_rank()):
+            view = view_at(local, part.local)
+            assert view.shape == part.box.shape
             assert not view.numel() or view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         found[name] = layout_of(tensor), tensor.shape, local.flatten().tolist()
     return found

@@ -25,7 +25,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.tensor_bytes import is_elsewhere
+from lightning_shardckpt.state.local_tensors import is_elsewhere
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_shardckpt as ckpt
-from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.state.documents import parse_document
+from lightning_shardckpt.errors import StateError
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -56,8 +55,6 @@ def test_a_module_of_compound_tensors_is_refused_by_a_load_too(tmp_path: Path) -
     for state in ({"model": module}, {"model": dict(module.state_dict())}):
         with pytest.raises(StateError, match=r"model.weight: a .*TwoTensor is made of other tensors"):
             ckpt.load(tmp_path / "c", state)
-    with pytest.raises(FormatError, match="'weight#' describes a tensor made of others"):
-        parse_document("model", b'{"weight#": {"class": "a.B"}}', "here")
 
 
 # ── holders of torch besides DTensors, which tell nobody what they cut ──────────────────────────────────────────────

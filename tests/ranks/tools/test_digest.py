@@ -13,7 +13,7 @@ import xxhash
 import lightning_shardckpt
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.state.tensor_bytes import host_bytes
+from lightning_shardckpt.state.local_tensors import host_bytes
 from lightning_shardckpt.tools.digest import digest
 from tests.support import zoo
 from tests.support.hub import model_of

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_shardckpt.export.torch_export import to_plain
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, TORCH_NAMES
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES
 
 
 def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.safetensors_header import HeaderEntry, parse_header, plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.local_tensors import TORCH_DTYPES
 
 SAVE_ID = "0123456789abcdef" * 2
 

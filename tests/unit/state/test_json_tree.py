@@ -55,21 +55,51 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 VALUES: list[Any] = [
-    None, True, 0, 2**53 + 1, -(2**200), -0.0, math.inf, math.nan, "",
-    'text "quoted" \n \u2028 ✓', "\udc80 from os.fsdecode",
-    [], {}, {"a": {"b": [1]}, "": 2, "c/d": 3}, (1, (2,), [3]), {1, 2, 3}, frozenset({"a"}),
+    None,
+    True,
+    0,
+    2**53 + 1,
+    -(2**200),
+    -0.0,
+    math.inf,
+    math.nan,
+    "",
+    'text "quoted" \n \u2028 ✓',
+    "\udc80 from os.fsdecode",
+    [],
+    {},
+    {"a": {"b": [1]}, "": 2, "c/d": 3},
+    (1, (2,), [3]),
+    {1, 2, 3},
+    frozenset({"a"}),
     {1: "int", "1": "str", (1, 2): "tuple", None: "none", True and 2.5: "float"},
     {"$": 1, "$tag": {"$": "int", "v": "7"}},
-    collections.deque([1, 2], maxlen=2), collections.OrderedDict([("b", 1), ("a", (2,))]), collections.Counter("abca"),
+    collections.deque([1, 2], maxlen=2),
+    collections.OrderedDict([("b", 1), ("a", (2,))]),
+    collections.Counter("abca"),
     argparse.Namespace(lr=0.1, layers=(1, 2), inner=argparse.Namespace(x=None)),
-    complex(1.5, -0.0), bytes(range(256)), torch.bfloat16, torch.device("cuda", 3), pathlib.Path("/a/b c"),
-    datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC), datetime.date(2024, 2, 29),
-    datetime.time(1, 2, 3, 4), datetime.timedelta(-1, 5, 7), range(1, 10, 3), slice(None, 5),
-    numpy.float32(0.1), numpy.arange(6, dtype=">i2").reshape(2, 3)[:, ::2], numpy.zeros((0, 3)),
+    complex(1.5, -0.0),
+    bytes(range(256)),
+    torch.bfloat16,
+    torch.device("cuda", 3),
+    pathlib.Path("/a/b c"),
+    datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC),
+    datetime.date(2024, 2, 29),
+    datetime.time(1, 2, 3, 4),
+    datetime.timedelta(-1, 5, 7),
+    range(1, 10, 3),
+    slice(None, 5),
+    numpy.float32(0.1),
+    numpy.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
+    numpy.zeros((0, 3)),
     numpy.array([1 + 2j], dtype=numpy.complex64),
-    torch.arange(6).view(2, 3).T, torch.zeros(0, 3), torch.arange(INLINE_BYTES, dtype=torch.int32),
-    torch.tensor([1 + 2j]).conj(), torch.Generator().manual_seed(0).get_state(),
-    random.Random(0).getstate(), {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
+    torch.arange(6).view(2, 3).T,
+    torch.zeros(0, 3),
+    torch.arange(INLINE_BYTES, dtype=torch.int32),
+    torch.tensor([1 + 2j]).conj(),
+    torch.Generator().manual_seed(0).get_state(),
+    random.Random(0).getstate(),
+    {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
 ]
 
 
@@ -197,9 +227,7 @@ def test_hyper_parameters_degrade_to_a_placeholder_again_and_again() -> None:
         assert value["hyper_parameters"]["lr"] == 0.1
         assert isinstance(kept, Dropped)
         assert kept.type_name == "tests.unit.state.test_json_tree.Custom"
-        assert repr(kept).startswith(
-            f"<not stored in the checkpoint: {Custom.__module__}.Custom <{Custom.__module__}.Custom object"
-        )
+        assert repr(kept).startswith(f"<not loaded: {Custom.__module__}.Custom <{Custom.__module__}.Custom object")
 
 
 KNOT: list[Any] = []

@@ -17,7 +17,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.state.data_position import Division
 from lightning_shardckpt.state.documents import parse_document
-from lightning_shardckpt.state.hf_directory import describe_hugging_face
+from lightning_shardckpt.state.libraries import describe_hugging_face
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
@@ -78,7 +78,7 @@ def test_the_experts_of_a_layer_have_the_names_and_the_boxes_that_transformers_g
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"ties": {}}, "not a list"), ({"prefix": 1}, "not text"), ({"names": {"a": [["b", [2], [1], [1]]]}}, "a box")],
+    [({"ties": {}}, "not a list"), ({"prefix": 1}, "not text"), ({"names": {"a": [["b", [2], [1]]]}}, "of 4 items")],
 )
 def test_a_hostile_document_is_refused(change: dict[str, Any], words: str) -> None:
     model: dict[str, Any] = {"prefix": "", "class": "A", "adapter": None, "ties": [], "ignored": [], "names": {}}
@@ -118,8 +118,7 @@ def test_every_sample_comes_once_in_order(division: Division) -> None:
         assert division.sizes(count) == [len({*itertools.chain(*parts)}) for parts in steps]
 
 
-@pytest.mark.parametrize("name", ["ema#", "$"])  # the format gives a meaning to these
-def test_state_that_a_load_would_refuse_is_not_committed(name: str, tmp_path: Path) -> None:
+def test_state_that_a_load_would_refuse_is_not_committed(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model(torch.ones(3)).sum().backward()
@@ -127,7 +126,7 @@ def test_state_that_a_load_would_refuse_is_not_committed(name: str, tmp_path: Pa
     state = {"model": model, "optimizer": optimizer}
     save(tmp_path / "a", state)
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    optimizer.state[model.bias][name] = 1.0
+    optimizer.state[model.bias]["$"] = 1.0  # the format gives a meaning to it
     with pytest.raises(StateError, match="a load would refuse it: the optimizer state of rank 0"):
         save(tmp_path / "a", state, overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.state.tensor_bytes import HostMemory
+from lightning_shardckpt.state.local_tensors import HostMemory
 from lightning_shardckpt.system.host import run_tasks, start_thread
 from tests.support.pool import run_ranks
 

@@ -1,7 +1,13 @@
-"""The document "huggingface" of a checkpoint: names and configs of the models of transformers, for exports without it.
+"""Models of transformers, and adapters of PEFT: their names and configurations in the files of these libraries.
 
-A save makes it from live models, which are recognized by their class; transformers is never imported here. It holds
-names and texts, no code, see FORMAT.md. An export reads it, without torch.
+A save describes live models in the documents "huggingface" and "peft", which hold names and texts, no code, so that an
+export needs neither the models nor the libraries; see FORMAT.md. Models are recognized by their class or attributes.
+Neither torch, transformers nor PEFT is imported here.
+
+PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and a module that is
+trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. PEFT's files omit
+the name of the adapter: ``….lora_A.default.weight`` becomes ``….lora_A.weight``. A module that PEFT wrapped is
+recognized by its ``peft_config``. Source: PEFT 0.21, ``utils/save_and_load.py``.
 """
 
 from __future__ import annotations
@@ -9,22 +15,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Box, Shape, find_cover_error
 from lightning_shardckpt.format.safetensors_header import OutputTensor
-from lightning_shardckpt.format.value_checks import TORCH_NAMES, check_json_size
-from lightning_shardckpt.state.documents import CONFIG, CONFIGS
+from lightning_shardckpt.format.value_checks import TORCH_NAMES, check_json_size, parse_json, shown
+from lightning_shardckpt.state.documents import CONFIG, CONFIGS, ROOT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# ── exports ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── transformers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 NamedBoxes: TypeAlias = "list[list[Any]]"
 """The tensors that one entry of a state dict becomes: name, start and stop of the box, and shape of each."""
@@ -48,13 +55,12 @@ def list_tensors(
 
     Args:
         model: an item of the document "huggingface".
-        keys: of stored tensors, by name.
+        keys: of stored tensors of the component, by name.
         component: of the tensors.
         output_dtype: returns the written dtype of a stored one.
-        refuses_adapters: raise for tensors of adapters; else they are left out.
+        refuses_adapters: raise a ValueError for tensors of adapters; else they are left out.
 
     Raises:
-        ValueError: for an adapter.
         FormatError: if the document's boxes do not tile a tensor.
     """
     names, adapter, prefix = dict[str, list[str]](), model["adapter"], model["prefix"]
@@ -91,19 +97,16 @@ def _parts(model: Mapping[str, Any], tensor: OutputTensor) -> Iterator[OutputTen
 
 
 def config_files(model: Mapping[str, Any], dtype: str | None, converted: bool) -> dict[str, bytes]:
-    """Return the configs beside the weights.
+    """Return the configs beside the weights of an item of the document "huggingface".
 
-    Args:
-        model: an item of the document "huggingface".
-        dtype: the dtype of all weights, by its name in safetensors; None if they differ.
-        converted: whether weights were converted to it, so that it replaces the config's dtype.
+    ``dtype`` is that of all weights, by its name in safetensors, None if they differ; it replaces the config's if
+    weights were converted to it.
     """
     files = {name: text.encode() for name, text in model["files"].items() if name in CONFIGS}
     config = json.loads(files[CONFIG])
     if dtype in CONFIG_DTYPES and (converted or not any(key in config for key in _DTYPE_KEYS)):
         _set_dtype(config, CONFIG_DTYPES[dtype])
-    files[CONFIG] = (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-    return files
+    return {**files, CONFIG: (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()}
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -131,8 +134,6 @@ def pick_model(document: Mapping[str, Any] | None, names: Collection[str]) -> Ma
     return chosen[0] if chosen else None
 
 
-# ── saves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 _NAMES: WeakKeyDictionary[nn.Module, dict[str, NamedBoxes]] = WeakKeyDictionary()
 """The results of ``_original_names``, which takes 0.15 s for 32 layers of experts."""
 
@@ -142,9 +143,7 @@ def describe_hugging_face(
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """Return the document of a module, None if it has no model of transformers; and notes for the user.
 
-    Args:
-        module: the saved module, such as a LightningModule.
-        names: of the state dict of the whole model, if ``module`` is a pipeline stage.
+    ``names`` are those of the state dict of the whole model, if ``module`` is a pipeline stage.
     """
     try:
         document = {"models": [_describe(name, model, adapter, names) for name, model, adapter in _models(module)]}
@@ -216,18 +215,11 @@ def _pretty(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-# ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────
-# The names of a model's weights in the files of ``from_pretrained``, where they differ from its state dict.
-#
-# Transformers 5, for instance, keeps all experts of a layer in one parameter, and splits it when it saves. To learn the
-# names and shapes, its own function runs here on tensors of the meta device: each result is a box of an entry of the
-# state dict.
-
-
 def _original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     """Return the tensors that the entries of a model's state dict become in a file, by name, if they are converted.
 
-    Entries of other pipeline stages are among them.
+    Transformers 5, for instance, keeps all experts of a layer in one parameter, and splits it when it saves. Its own
+    function runs here on tensors of the meta device: each result is a box of an entry.
     """
     import torch  # an export works without it
 
@@ -266,3 +258,144 @@ def _box_of(view: Tensor, shape: Shape) -> tuple[list[int], list[int]] | None:
     stop = [last // stride % length + 1 for length, stride in dims]
     strides, count = [stride for _, stride in kept], prod(b - a for a, b in zip(start, stop, strict=True))
     return (start, stop) if count == view.numel() and strides == sorted(strides, reverse=True) else None
+
+
+# ── PEFT ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES
+_BASE_LAYER = ".base_layer."
+_TENSOR = re.compile(r"((?:.*?\.)?)(lora_[^.]+|modules_to_save|trainable_tokens_delta)\.([^.]+)((?:\..*)?)")
+
+
+def added_names(live_names: Collection[str]) -> frozenset[str]:
+    """Return the names that PEFT's layers add to the names of the wrapped layers.
+
+    >>> sorted(added_names(["q.base_layer.weight", "q.lora_A.default.weight", "norm.weight"]))
+    ['q.lora_A.default.weight']
+    """
+    owners = {name.partition(_BASE_LAYER)[0] for name in live_names if _BASE_LAYER in name}
+    beside = (name for name in live_names if owners and _BASE_LAYER not in name)
+    return frozenset(n for n in beside if any(m in owners for m in accumulate(n.split("."), lambda a, b: f"{a}.{b}")))
+
+
+def _adapter_and_name(name: str) -> tuple[str, str] | None:
+    """Return the adapter of a tensor, and its name in PEFT's files; None for a tensor of no adapter.
+
+    >>> _adapter_and_name("base_model.model.q_proj.lora_A.default.weight")
+    ('default', 'base_model.model.q_proj.lora_A.weight')
+    >>> _adapter_and_name("base_model.model.head.modules_to_save.default.dense.weight")
+    ('default', 'base_model.model.head.dense.weight')
+    """
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+        return None
+    before, kind, adapter, after = match.groups()
+    if kind == "modules_to_save":
+        return adapter, before + after[1:]
+    return adapter, before + kind + ("" if kind == "lora_magnitude_vector" else after)
+
+
+def _names_in_file(names: Collection[str], adapter: str) -> dict[str, str]:
+    """Return the name in a model by name in PEFT's files of the tensors of an adapter."""
+    found = ((name, _adapter_and_name(name)) for name in names)
+    return {short[1]: name for name, short in found if short is not None and short[0] == adapter}
+
+
+def live_names_in_file(live_names: Collection[str]) -> dict[str, str]:
+    """Return the name in the model by name in PEFT's files of the tensors of an adapter; biases have their own names.
+
+    Of several adapters it is the one that PEFT loads a file into by default.
+
+    >>> live_names_in_file(["base_model.model.q.lora_A.default.weight", "base_model.model.q.base_layer.bias"])
+    {'base_model.model.q.lora_A.weight': 'base_model.model.q.lora_A.default.weight'}
+    """
+    adapters = {found[0] for found in map(_adapter_and_name, live_names) if found is not None}
+    adapter = "default" if "default" in adapters else next(iter(adapters)) if len(adapters) == 1 else None
+    return {} if adapter is None else _names_in_file(live_names, adapter)
+
+
+def stored_names(adapter: Mapping[str, str], stored: Collection[str]) -> dict[str, str]:
+    """Return the stored name by name in PEFT's file of all tensors of ``PeftModel.save_pretrained``, sorted.
+
+    ``adapter`` is an item of the document "peft", ``stored`` the names of the model's tensors.
+
+    Raises:
+        FormatError: for a kind of adapter whose file layout is not implemented.
+    """
+    name, prefix = adapter["name"], adapter["prefix"]
+    settings = parse_json(adapter["config"].encode(), f"the configuration of adapter {name!r}")
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind != "LORA":
+        raise FormatError(
+            f"adapter {name!r} is of kind {shown(kind)}; only LORA is exported in PEFT's layout. Load the "
+            "checkpoint into the model and call save_pretrained of PEFT."
+        )
+    local = {one.removeprefix(prefix): one for one in stored if one.startswith(prefix)}
+    names = _names_in_file(local, name)
+    if settings.get("bias") == "all":  # the base model's, trained in place
+        names |= {one: one for one in local if one.endswith(".bias") and _adapter_and_name(one) is None}
+    elif settings.get("bias") == "lora_only":
+        names |= {one: one for one in local if one.endswith(".base_layer.bias")}
+    if settings.get("trainable_token_indices") is None:  # PEFT saves embeddings that may have been resized
+        adapted = (one for one in local if one.partition(_BASE_LAYER)[0].rpartition(".")[2] in _EMBEDDINGS)
+        names |= {one: one for one in adapted if _BASE_LAYER in one}
+    return {adapter["root"] + one: local[names[one]] for one in sorted(names)}
+
+
+def wrapped_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost models that PEFT wrapped, or put adapters into, each after the prefix of its names."""
+    outermost = tuple[str, ...]()
+    for name, sub in module.named_modules():
+        prefix = f"{clean_fqn(name)}." if name else ""
+        if not prefix.startswith(outermost) and isinstance(getattr(sub, "peft_config", None), dict):
+            outermost += (prefix,)
+            yield prefix, sub
+
+
+def describe_adapters(module: nn.Module) -> list[dict[str, str]]:
+    """Return the adapters of each model in ``module`` that PEFT wrapped, or put adapters into, for the document "peft".
+
+    "prefix" is that of the wrapped model's names, "root" is to add in PEFT's files: a PeftModel's names have it.
+    """
+    adapters = []
+    for prefix, wrapped in wrapped_models(module):
+        root = "" if "base_model" in wrapped._modules else ROOT
+        for name in wrapped.peft_config:
+            adapters.append({"name": name, "prefix": prefix, "root": root, "config": _config_text(wrapped, name)})
+    return adapters
+
+
+def _config_text(wrapped: Any, adapter: str) -> str:
+    """Return the ``adapter_config.json`` of PEFT's ``save_pretrained``, with sets sorted."""
+    settings: dict[str, Any] = wrapped.peft_config[adapter].to_dict()
+    settings = {key: sorted(v) if isinstance(v, set | frozenset) else v for key, v in settings.items()}
+    model = wrapped.base_model.model if "base_model" in wrapped._modules else wrapped
+    if settings.get("base_model_name_or_path") is None:
+        settings["base_model_name_or_path"] = vars(model).get("name_or_path") or None
+    if settings.get("task_type") is None:
+        kind = type(model)
+        settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    settings["inference_mode"] = True
+    try:
+        return json.dumps(settings, indent=2, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"the configuration of adapter {adapter!r} cannot be written as JSON: {error}") from error
+
+
+def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Return the names among ``names``, canonical names of a module's tensors, that belong to an adapter."""
+    inside = tuple(prefix for prefix, _ in wrapped_models(module))
+    return frozenset(name for name in names if inside and name.startswith(inside) and _adapter_and_name(name))
+
+
+def alters_base(wrapped: Any) -> bool:
+    """Return whether the initialization of an adapter changed the weights that it adapts, as in PiSSA."""
+    ways = (getattr(config, "init_lora_weights", True) for config in wrapped.peft_config.values())
+    return any(way not in (True, False, "gaussian", "eva", "orthogonal") for way in ways)
+
+
+def made_from_base(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Return the names of adapters' tensors whose first values PEFT computes from the base model's: DoRA, PiSSA, …."""
+    altered = any(alters_base(wrapped) for _, wrapped in wrapped_models(module))
+    parts = (".lora_magnitude_vector.", ".trainable_tokens_delta.", *((".lora_A.",) if altered else ()))
+    return sorted(name for name in names if any(part in name for part in parts))
