@@ -210,28 +210,19 @@ def intercept_fit(before: Callable[[pl.Trainer, dict[str, Any]], None]) -> Calla
     return replace_attributes(pl.Trainer, fit=fit)
 
 
-class _GatherOver:
-    """torchmetrics' gather over one group, which is shared by deep copies of metrics, since it can't be copied."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, result: Tensor, group: Any | None = None) -> list[Tensor]:
-        return gather_all_tensors(result, group or self._group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
-        return self
-
-
-def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable[[], None]:
+def gather_metrics_over(ranks: dist.ProcessGroup, module: nn.Module) -> Callable[[], None]:
     """Make metrics gather over a group, unless they have a ``dist_sync_fn``; return the undo.
 
     They sync over the whole world by default, so that the ranks of a tensor group would count several times. If
-    ``group`` is smaller, metrics in ``module`` keep it. It is the default of others, in callbacks and lists, until the
+    ``ranks`` is smaller, metrics in ``module`` keep it. It is the default of others, in callbacks and lists, until the
     undo, also where an outer run has set another one. Relies on ``torchmetrics.metric.gather_all_tensors``.
     """
-    gather, before = _GatherOver(group), metric.gather_all_tensors  # type: ignore[attr-defined]  # imported there
-    for submodule in module.modules() if group.size() < dist.get_world_size() else ():
+    before = metric.gather_all_tensors  # type: ignore[attr-defined]  # imported there
+
+    def gather(result: Tensor, group: Any | None = None) -> list[Tensor]:  # as a function, deep copies share it
+        return gather_all_tensors(result, group or ranks)
+
+    for submodule in module.modules() if ranks.size() < dist.get_world_size() else ():
         if isinstance(submodule, Metric) and submodule.dist_sync_fn is None:
             submodule.dist_sync_fn = gather
     metric.gather_all_tensors = gather  # type: ignore[attr-defined]

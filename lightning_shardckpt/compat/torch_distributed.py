@@ -9,7 +9,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -35,8 +34,8 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
     return getattr(dist, _ALL_GATHER)(byte_view(output), byte_view(own), group=group, async_op=async_op)
 
 
-_COLLECTIVES = [
-    name
+_GROUP_POSITION = {
+    name: list(inspect.signature(getattr(dist, name)).parameters).index("group")
     for name in (
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
         *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
@@ -46,9 +45,6 @@ _COLLECTIVES = [
         *("gather_single", "gather_into_tensor"),  # since torch 2.14
     )
     if hasattr(dist, name)
-]
-_GROUP_POSITION = {
-    name: list(inspect.signature(getattr(dist, name)).parameters).index("group") for name in _COLLECTIVES
 }
 
 
@@ -59,13 +55,23 @@ def watch_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
     Functions of ``torch.distributed`` that a module has imported by name before are not seen, nor is communication
     below them, such as FSDP's.
     """
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     thread = threading.get_ident()
-    vars(dist).update({name: _watched(name, originals[name], watch, thread) for name in _COLLECTIVES})
+
+    def watched(name: str, position: int) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                watch(name, kwargs.get("group", args[position] if len(args) > position else None))
+            return original(*args, **kwargs)
+
+        return call
+
+    undo = replace_attributes(dist, **{name: watched(name, position) for name, position in _GROUP_POSITION.items()})
     try:
         yield
     finally:
-        vars(dist).update(originals)
+        undo()
 
 
 @contextmanager
@@ -85,20 +91,6 @@ def distribute_locally() -> Iterator[None]:
         yield
     finally:
         undo()
-
-
-@lru_cache(maxsize=128)  # called several times in a step
-def _watched(
-    name: str, original: Callable[..., Any], watch: Callable[[str, Any], None], thread: int
-) -> Callable[..., Any]:
-    position = _GROUP_POSITION[name]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            watch(name, kwargs.get("group", args[position] if len(args) > position else None))
-        return original(*args, **kwargs)
-
-    return call
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:

@@ -143,15 +143,11 @@ def keep_hooks(module: nn.Module, kept: Container[int] = ()) -> None:
 def without_global_hooks() -> Iterator[None]:
     """Inside, disable the global hooks of ``torch.nn.modules.module``."""
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    hooks = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
-    before = [dict(registered) for registered in hooks]
-    for registered in hooks:
-        registered.clear()
+    undo = replace_attributes(torch.nn.modules.module, **{f"_global_{kind}_hooks": {} for kind in kinds})
     try:
         yield
     finally:
-        for registered, kept in zip(hooks, before, strict=True):
-            registered.update(kept)
+        undo()
 
 
 # ── registered tensors ────────────────────────────────────────────────────────────────────────────────────────────────

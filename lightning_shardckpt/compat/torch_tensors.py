@@ -218,8 +218,7 @@ def _register(kind: type) -> None:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: T) -> T:
-    """Return ``tree`` with every tensor in its containers replaced by the result of ``change``; itself if none changed.
-    """
+    """Return ``tree`` with every tensor in it replaced by the result of ``change``; itself if none changed."""
     if isinstance(tree, Tensor):
         return change(tree)  # type: ignore[return-value]  # a tensor, too
     leaves, spec = _pytree.tree_flatten(tree)

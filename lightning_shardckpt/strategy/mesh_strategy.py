@@ -36,12 +36,7 @@ from lightning_shardckpt.checkpoint.save_job import Digests, combine_digests, di
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_runs import init_process_group
-from lightning_shardckpt.compat.torch_modules import (
-    NormWithStatistics,
-    buffer_slots,
-    non_persistent_buffers,
-    parameter_slots,
-)
+from lightning_shardckpt.compat.torch_modules import NormWithStatistics, non_persistent_buffers
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world
@@ -63,7 +58,7 @@ from lightning_shardckpt.system.host import TUNING, Tuning
 from lightning_shardckpt.system.text import list_some
 
 _DRAWS = "random numbers"
-TBroadcast = TypeVar("TBroadcast")
+T = TypeVar("T")
 
 
 class OneProcess(LightningEnvironment):
@@ -294,10 +289,9 @@ class MeshStrategy:
         is_called: bool = False,
         is_last: bool = True,
     ) -> ShardedModule:
-        """Shard a module in place, and fill it with its initial or pretrained values.
+        """Shard a module in place, and fill it with its initial or pretrained values. Collective.
 
-        Collective: every rank of the world must call it. ``restores`` and ``is_called`` are passed to `shard`,
-        ``is_last`` to `find_pretrained`.
+        ``restores`` and ``is_called`` are passed to `shard`, ``is_last`` to `find_pretrained`.
         """
         build.compare(module, self._ranks)
         opening: dict[str, Any] = {"ranks": self._ranks, "storage": self.checkpoint_io.storage}
@@ -400,11 +394,8 @@ class MeshStrategy:
         if not self._is_alone:
             any_rank(False)
 
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if self._is_alone:
-            return obj
-        value: TBroadcast = broadcast_object(obj, src)
-        return value
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj if self._is_alone else broadcast_object(obj, src)  # type: ignore[no-any-return]
 
 
 # Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.
@@ -462,10 +453,10 @@ def compare_ranks(
 def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module that all data-parallel ranks must hold equally, by FQN."""
     for prefix, module in root.named_modules():
-        slots: dict[str, Any] = {**parameter_slots(module)} if parameters else {}
+        named: list[tuple[str, Tensor]] = [*module.named_parameters(prefix, recurse=False)] if parameters else []
         if not isinstance(module, NormWithStatistics):
-            passing = non_persistent_buffers(module)
-            slots |= {name: buffer for name, buffer in buffer_slots(module).items() if name not in passing}
-        for name, value in slots.items():
+            passing, buffers = non_persistent_buffers(module), module.named_buffers(prefix, recurse=False)
+            named += [(name, buffer) for name, buffer in buffers if name.rpartition(".")[2] not in passing]
+        for name, value in named:
             if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.numel():
-                yield f"{prefix}.{name}" if prefix else name, value
+                yield name, value

@@ -63,14 +63,8 @@ class StepReport:
 class StepCall:
     """One call of a user's step, as a `UserStep` of the pipeline.
 
-    Args:
-        name: of the step, for messages.
-        step: runs it on a batch, or a part of ``batch``.
-        pipeline: the stages over which it runs.
-        batch: the whole batch.
-        train: True if a backward follows.
-        module: the LightningModule, for a step of one.
-        context: of each run.
+    ``step`` runs it on ``batch`` or a part of it, each time in ``context``, and a backward follows if ``train``. Only a
+    step of a LightningModule has a ``module``.
     """
 
     def __init__(
@@ -216,18 +210,16 @@ def _merge_logged(call: _LogCall, values: list[Any], weights: list[float]) -> Te
     stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
     reduce = call.kwargs.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
-    if name == "mean":
-        factors = torch.tensor(weights, dtype=torch.float64)
-        result = (stacked * factors).sum() / factors.sum()
-    elif name in ("sum", "max", "min"):
-        result = stacked.sum() if name == "sum" else getattr(stacked, f"a{name}")()
-    else:
+    factors = torch.tensor(weights, dtype=torch.float64)
+    joins = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}
+    joins["mean"] = lambda: (stacked * factors).sum() / factors.sum()
+    if name not in joins:
         raise UnsupportedCodeError(
             f"{call.name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
             'mean, sum, max or min, or Pipeline(loss="batch")'
         )
     is_float = isinstance(values[0], Tensor) and values[0].is_floating_point()
-    return result.to(values[0].dtype if is_float else torch.float32)
+    return joins[name]().to(values[0].dtype if is_float else torch.float32)
 
 
 def _detach(value: Any) -> Any:
@@ -264,11 +256,7 @@ class PipelinedSteps:
                 f"{name} takes an iterator of batches (dataloader_iter). All stages of a pipeline run the step, so it "
                 "must take the batch itself: use the arguments (batch, batch_idx)."
             )
-
-        def step(part: Any) -> Any:
-            return getattr(module, name)(part, *args)
-
-        train = name == "training_step"
+        step, train = lambda part: getattr(module, name)(part, *args), name == "training_step"
         return self.run(StepCall(name, step, self._pipeline, batch, train=train, module=module, context=context))
 
     def run(self, step: StepCall) -> Any:
@@ -380,9 +368,6 @@ def refuse_unpipelined(trainer: pl.Trainer) -> None:
                 "stage has only a part of it. Use pipeline_parallel_size=1, or average in a callback of your own: it "
                 "begins with [p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
             )
-
-
-# ── precision plugins ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def scaler_factor(precision: object) -> float:
