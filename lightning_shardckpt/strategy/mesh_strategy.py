@@ -395,7 +395,7 @@ class MeshStrategy:
             any_rank(False)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self._is_alone else broadcast_object(obj, src)  # type: ignore[no-any-return]
+        return obj if self._is_alone else broadcast_object(obj, src)
 
 
 # Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.

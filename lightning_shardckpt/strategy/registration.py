@@ -6,13 +6,11 @@ Does not import them, since this package's tools run without Lightning. Checked 
 from __future__ import annotations
 
 import sys
-from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_shardckpt.pytorch"),
@@ -32,12 +30,9 @@ def _register(module: str) -> bool:
     name, home = _REGISTRIES[module]
     registry = getattr(sys.modules.get(module), name, None)
     if registry is not None and "sharded" not in registry:
-        registry.register("sharded", partial(_make, home), description="Sharded training and checkpoints")
+        text = "Sharded training and checkpoints"  # the import of the strategy waits until it is created
+        registry.register("sharded", lambda **given: import_module(home).ShardedStrategy(**given), description=text)
     return registry is not None
-
-
-def _make(home: str, **arguments: Any) -> Any:
-    return import_module(home).ShardedStrategy(**arguments)  # only now
 
 
 class _RegisterOnImport(MetaPathFinder):

@@ -211,7 +211,7 @@ def _merge_logged(call: _LogCall, values: list[Any], weights: list[float]) -> Te
     reduce = call.kwargs.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
     factors = torch.tensor(weights, dtype=torch.float64)
-    joins = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}
+    joins: dict[str, Callable[[], Tensor]] = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}
     joins["mean"] = lambda: (stacked * factors).sum() / factors.sum()
     if name not in joins:
         raise UnsupportedCodeError(
