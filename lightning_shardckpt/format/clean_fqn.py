@@ -9,7 +9,6 @@ PEFT 0.21, ``utils/save_and_load.py``.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -29,11 +28,7 @@ def clean_fqn(name: str) -> str:
 
 
 def state_name(name: str) -> str:
-    """Return the state dict's name for a registered name; of the wrappers, a state dict names only torch.compile's.
-
-    >>> state_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'net._orig_mod.layers.0.weight'
-    """
+    """Return the state dict's name for a registered name; of the wrappers, a state dict names only torch.compile's."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS[1:])
 
 
@@ -83,10 +78,8 @@ def shared_names(named: Iterable[tuple[str, object]]) -> list[tuple[str, ...]]:
     >>> shared_names([("x", a), ("y", b), ("_orig_mod.z", a)])
     [('x', 'z')]
     """
-    items = list(named)
-    counts = Counter([id(value) for _, value in items])
     names_by_id: dict[int, list[str]] = {}
+    items = list(named)  # which keeps the objects, and with them their ids
     for name, value in items:
-        if counts[id(value)] > 1:
-            names_by_id.setdefault(id(value), []).append(clean_fqn(name))
-    return [tuple(names) for names in names_by_id.values()]
+        names_by_id.setdefault(id(value), []).append(name)
+    return [tuple(map(clean_fqn, names)) for names in names_by_id.values() if len(names) > 1]

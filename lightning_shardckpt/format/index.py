@@ -11,32 +11,34 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, Box, DimShard, Holders, Layout, Shape
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
-    FORMAT,
-    VERSION,
+    SAVE_ID_LENGTH,
     bytes_in,
-    check_digest,
     check_digests,
     check_dtype,
     check_file_name,
     check_json_size,
-    check_save_id,
     check_shape,
     check_size,
     check_text,
     checksum,
     compact,
-    decode_index,
+    parse_json,
     shown,
+    text_check,
 )
 
+FORMAT, VERSION = "lightning-shardckpt", "1.0"
 MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
 COMPONENTS = ("model", "optimizer", "trainer")
+_T = TypeVar("_T")
+_check_save_id = text_check(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}", "a save id")
+_check_digest = text_check(r"[0-9a-f]{16}", "a checksum")
 
 
 # ── names of files ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +171,7 @@ class RootIndex:
 
 
 # ── values as JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
-# Named tuples are lists in JSON. An error of Python in a function that decodes becomes a FormatError in `decode_index`.
+# Named tuples are lists in JSON. An error of Python in a function that decodes becomes a FormatError in `_decode`.
 
 
 def _row(values: Any, *checks: Callable[[Any], Any]) -> list[Any]:
@@ -177,10 +179,27 @@ def _row(values: Any, *checks: Callable[[Any], Any]) -> list[Any]:
 
 
 def _file_info(*values: Any) -> FileInfo:
-    return FileInfo(*_row(values, check_file_name, check_size, check_digest))
+    return FileInfo(*_row(values, check_file_name, check_size, _check_digest))
 
 
-# ── indexes of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _decode(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+    """Parse an index, check its format and version, and decode it. Raises a FormatError that names ``where``."""
+    value = parse_json(text, where)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise FormatError(f"{where}: not an index of {FORMAT}")
+    if value.get("version") != VERSION:
+        raise FormatError(
+            f"{where}: format version {shown(value.get('version'))}, but this package reads {VERSION}; use the "
+            "lightning-shardckpt that wrote it"
+        )
+    try:
+        return decode(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"{where}: a part is missing or malformed: {cause}") from None
+
 
 _FIELDS = ("offsets", "lengths", "global_shape", "dtype", "file", "rank", "begin", "block", "checksums")
 _shared_fields = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
@@ -205,7 +224,7 @@ def rank_index_to_json(index: RankIndex) -> bytes:
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     """Return the index that these bytes encode. Raises a FormatError that names ``where``."""
-    return decode_index(text, where, _rank_index)
+    return _decode(text, where, _rank_index)
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
@@ -225,7 +244,7 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
             if left[entry.file] < 0:
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {entry.file}")
         shards[check_text(key)] = entries
-    rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
+    rank, save_id = check_size(value["rank"]), _check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
@@ -233,25 +252,20 @@ def _entry(item: dict[str, Any], known: dict[str, ShardEntry]) -> ShardEntry:
     """Return an entry; ``known`` has checked ones by the repr of their shared fields, in which 1, 1.0, true differ."""
     text = repr(values := _shared_fields(item))
     if text not in known:
-        known[text] = _checked(*values)
+        offsets, lengths, global_shape, dtype, file, block = values
+        start, shape = check_shape(offsets), check_shape(global_shape)
+        box = Box(start, tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True)))
+        if any(b > n for b, n in zip(box.stop, shape, strict=True)):
+            raise FormatError(f"box {start}..{box.stop} lies outside shape {shape}")
+        bytes_in(shape, check_dtype(dtype))
+        if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
+            raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
+        nbytes = box.numel * DTYPE_BYTES[dtype]
+        known[text] = ShardEntry(box, shape, dtype, check_file_name(file), 0, block, nbytes, "")
     like = known[text]
     sums = check_digests(item["checksums"], -(-like.nbytes // like.block))
     return like._replace(begin=check_size(item["begin"]), checksums=sums)
 
-
-def _checked(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> ShardEntry:
-    start, shape = check_shape(offsets), check_shape(global_shape)
-    stop = tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True))
-    if any(b > n for b, n in zip(stop, shape, strict=True)):
-        raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
-    bytes_in(shape, check_dtype(dtype))
-    if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
-        raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
-    box = Box(start, stop)
-    return ShardEntry(box, shape, dtype, check_file_name(file), 0, block, box.numel * DTYPE_BYTES[dtype], "")
-
-
-# ── the root index ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
@@ -299,11 +313,11 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
     seal = _SEAL.match(text)
     if seal is None or checksum(text[seal.end() :]) != seal[1].decode():
         raise CorruptionError(f"{where}: the root index is damaged: it does not match the checksum in its first line")
-    return decode_index(text, where, _root)
+    return _decode(text, where, _root)
 
 
 def _root(value: dict[str, Any]) -> RootIndex:
-    world, save_id = check_size(value["world_size"]), check_save_id(value["save_id"])
+    world, save_id = check_size(value["world_size"]), _check_save_id(value["save_id"])
     if not 1 <= world <= MAX_RANKS:
         raise FormatError(f"a world of {world} ranks, expected 1 to {MAX_RANKS}")
     if (prefix := value.get("prefix", "")) not in ("", prefix_of(save_id)):
@@ -339,7 +353,14 @@ def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], worl
     for key, values in item["tensors"].items():
         text = repr(values)  # in which 1, 1.0 and true differ
         if text not in specs:
-            specs[text] = _spec(layouts, *values)
+            dtype, size, number, *pinned = values
+            shape, (layout, holders) = check_shape(size), layouts[check_size(number)]
+            if pinned not in ([], [1]):
+                raise FormatError(f"{shown(pinned)} after dtype, shape and layout, expected nothing or a 1")
+            if any(cut.dim >= len(shape) for cut in layout.cuts):
+                raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
+            bytes_in(shape, check_dtype(dtype))
+            specs[text] = TensorSpec(dtype, shape, layout, holders, bool(pinned))
         tensors[check_text(key)] = specs[text]
     aliases = {check_text(alias): check_text(target) for alias, target in item["aliases"].items()}
     for alias, target in aliases.items():
@@ -349,13 +370,3 @@ def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], worl
     if [*map(str, indexes)] != [*item["indexes"]] or any(not 0 <= rank < world for rank in indexes):
         raise FormatError(f"indexes of ranks {shown([*item['indexes']])} in a world of {world}")
     return Component(tensors, aliases, indexes)
-
-
-def _spec(layouts: list[tuple[Layout, Holders]], dtype: Any, size: Any, number: Any, *pinned: Any) -> TensorSpec:
-    shape, (layout, holders) = check_shape(size), layouts[check_size(number)]
-    if pinned not in ((), (1,)):
-        raise FormatError(f"{shown(pinned)} after dtype, shape and layout, expected nothing or a 1")
-    if any(cut.dim >= len(shape) for cut in layout.cuts):
-        raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
-    bytes_in(shape, check_dtype(dtype))
-    return TensorSpec(dtype, shape, layout, holders, bool(pinned))

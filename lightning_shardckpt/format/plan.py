@@ -1,7 +1,6 @@
-"""Plans of saves and loads: the rank that writes each box, and the boxes that a loader reads.
+"""Plans of saves and loads: the rank that writes each box, and the boxes that a loader reads; without communication.
 
-Pure functions of the tensors' specs, without communication. The choice of the writer is part of the format (FORMAT.md,
-"Writers"): a loader repeats it to find the rank whose index it must open.
+The choice of the writer is part of the format (FORMAT.md, "Writers"): a loader repeats it to find the index to open.
 """
 
 from __future__ import annotations
@@ -167,11 +166,7 @@ def table_digest(tables: Mapping[str, Component]) -> str:
 
 
 def check_plausible(component: Component, where: str) -> None:
-    """Fail if the indexes have no room for the checksums of a component's tensors, before memory is allocated for them.
-
-    Raises:
-        FormatError: naming the first tensor that cannot be stored in these files.
-    """
+    """Raise a FormatError if the indexes have no room for a tensor's checksums, before memory is allocated for it."""
     index_nbytes = sum(info.nbytes for info in component.indexes.values())
     left = index_nbytes // DIGITS * MAX_BLOCK_BYTES
     for key, spec in component.tensors.items():
@@ -184,11 +179,7 @@ def check_plausible(component: Component, where: str) -> None:
 
 
 def check_cover(component: str, tensors: Tensors) -> None:
-    """Fail unless exactly one rank writes each element: boxes never overlap, so each shard only needs a holder.
-
-    Raises:
-        FormatError: naming the first tensor that has a gap, and the gap.
-    """
+    """Raise a FormatError for the first tensor with a gap. Boxes never overlap, so each shard only needs a holder."""
     specs = dict[int, tuple[str, TensorSpec]]()  # equal tensors share one spec object
     for key, spec in tensors.items():
         specs.setdefault(id(spec), (key, spec))
@@ -242,10 +233,10 @@ def _stored_boxes(
 
 
 class ByteRuns(NamedTuple):
-    """Where the bytes of a region are in a stored box and in the row-major array of a target.
+    """Runs of ``length`` bytes of a stored box, in the row-major array of a target.
 
-    They are runs of ``length`` bytes; the first one begins at byte ``source`` of the box and byte ``at`` of the target.
-    ``dims``, outermost first, have the number of steps and the bytes of one in the box and in the target.
+    The first begins at byte ``source`` of the box and ``at`` of the target. ``dims``, outermost first, have the number
+    of steps and the bytes of one in the box and in the target.
     """
 
     source: int
@@ -260,11 +251,7 @@ class ByteRuns(NamedTuple):
 
 
 def byte_runs(overlap: Overlap, local_shape: tuple[int, ...], itemsize: int) -> ByteRuns:
-    """Return the runs of a region of elements of ``itemsize`` bytes, in as few dims as possible.
-
-    >>> byte_runs(Overlap(0, Box((0, 0), (4, 6)), Box((1, 0), (3, 2)), Box((0, 0), (2, 2))), (2, 2), 4)
-    ByteRuns(source=24, at=0, length=8, dims=((2, 24, 8),))
-    """
+    """Return the runs of a region of elements of ``itemsize`` bytes, in as few dims as possible."""
     source = at = 0
     pitch = step = itemsize  # bytes from one index to the next in the box and in the target
     dims = [(itemsize, 1, 1)]  # of bytes, innermost first

@@ -4,8 +4,8 @@ A file begins with the length of its header (eight bytes, little-endian). The he
 dtype, the shape and the byte range of each tensor, and then the tensors' bytes. Source: the safetensors README.
 
 The header of a shard file also has the save id, and the position of each shard in its tensor, in the form of torch's
-HuggingFaceStorageReader (``DCP_SHARDING_INFO``), so that torch alone can load and reshard the tensors. Source of the
-key: ``torch/distributed/checkpoint/_hf_utils.py`` (torch 2.13).
+HuggingFaceStorageReader, so that torch alone can load and reshard the tensors. Source of ``DCP_SHARDING_INFO``:
+``torch/distributed/checkpoint/_hf_utils.py`` (torch 2.13).
 """
 
 from __future__ import annotations
@@ -29,12 +29,8 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
-MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library accepts 100,000,000
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
-
-
-# ── write ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def build_header(
@@ -44,16 +40,13 @@ def build_header(
     alignment: int,
     metadata_first: bool = True,
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Build the header of a file in which the tensors follow one another without gaps.
+    """Return the bytes before the first tensor of a file, and the offset of every tensor in it, without gaps.
 
     Args:
         tensors: name, dtype and shape of the tensors, in the order of the file; dtypes are those of safetensors.
         metadata: strings for ``__metadata__``.
         alignment: the header is padded so that the first tensor begins at a multiple of this many bytes.
         metadata_first: put the metadata before the tensors, not after them.
-
-    Returns:
-        The bytes before the first tensor, and the offset of every tensor in the file, in bytes.
 
     Raises:
         FormatError: for a name that a header cannot hold.
@@ -104,10 +97,10 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
     metadata = {"format": "pt", SHARDING_INFO: f"{{{info}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
     header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
     nbytes = len(header) - LENGTH_BYTES
-    if nbytes > MAX_HEADER_BYTES:
+    if nbytes > MAX_JSON_BYTES:  # the safetensors library accepts 100,000,000
         raise FormatError(
             f"a shard file of {len(entries)} tensors needs a header of {nbytes} bytes, more than "
-            f"{MAX_HEADER_BYTES}; use a smaller size_per_shard"
+            f"{MAX_JSON_BYTES}; use a smaller size_per_shard"
         )
     return ShardHeader(header.rsplit(_NO_ID.encode(), 1), begins)  # only brackets and spaces follow it
 
@@ -117,23 +110,16 @@ def to_header_type(dtype: str, shape: Shape) -> tuple[str, Shape]:
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
 
 
-# ── read ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int) -> bytes:
     """Return the bytes of a file before its first tensor, unparsed: the length of the header and the header.
 
-    Args:
-        read_into: fills memory with the file's bytes from an offset on; its exceptions propagate.
-        file_nbytes: length of the file.
-
-    Raises:
-        EOFError: if the claimed length is impossible; raised before memory is allocated for the header.
+    ``read_into`` fills memory with the file's bytes from an offset on. Raises an EOFError for a length that the file
+    can't have, before memory is allocated for the header.
     """
     prefix = bytearray(LENGTH_BYTES)
     read_into(0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
-    if length > min(file_nbytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+    if length > min(file_nbytes - LENGTH_BYTES, MAX_JSON_BYTES):
         raise EOFError(f"the header claims {length} bytes of a file of {file_nbytes}")
     text = bytearray(length)
     read_into(LENGTH_BYTES, memoryview(text))
@@ -150,14 +136,10 @@ class HeaderTensor(NamedTuple):
 
 
 def parse_header(start: bytes, where: str) -> tuple[dict[str, HeaderTensor], dict[str, Any]]:
-    """Return the tensors of a file by name, and its unchecked ``__metadata__``.
-
-    Args:
-        start: the first bytes of the file, from ``read_header``.
-        where: the file, for messages.
+    """Return the tensors of a file by name, and its unchecked ``__metadata__``, from the result of ``read_header``.
 
     Raises:
-        FormatError: if it is not a safetensors header, or the tensors do not fill the file without gap and overlap.
+        FormatError: naming ``where``, for no safetensors header, or tensors that follow one another with gaps.
     """
     header = parse_json(start[LENGTH_BYTES:], where)
     metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None

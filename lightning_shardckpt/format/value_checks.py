@@ -12,7 +12,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -79,7 +79,7 @@ def check_dtype(value: Any) -> str:
     return value
 
 
-def _text_check(pattern: str, expected: str) -> Callable[[Any], str]:
+def text_check(pattern: str, expected: str) -> Callable[[Any], str]:
     """Return the check for text of a pattern."""
     compiled = re.compile(pattern)
 
@@ -91,11 +91,10 @@ def _text_check(pattern: str, expected: str) -> Callable[[Any], str]:
     return check
 
 
-check_save_id = _text_check(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}", "a save id")
-check_file_name = _text_check(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", "a file name that a checkpoint may use")
+check_file_name = text_check(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", "a file name that a checkpoint may use")
 """The name stays in its directory."""
-check_digest = _text_check(r"[0-9a-f]{16}", "a checksum")
-_check_hex = _text_check(r"[0-9a-f]*", "a string of checksums")
+check_text = text_check(r"[^\ud800-\udfff]*", "text that UTF-8 can hold")  # JSON can escape half a surrogate pair
+_check_hex = text_check(r"[0-9a-f]*", "a string of checksums")
 
 
 def check_digests(value: Any, count: int) -> str:
@@ -105,33 +104,13 @@ def check_digests(value: Any, count: int) -> str:
     return text
 
 
-def check_text(value: Any) -> str:
-    """Return a string that UTF-8 can encode; JSON can escape half a surrogate pair."""
-    if not isinstance(value, str):
-        raise FormatError(f"{shown(value)} is not text")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise FormatError(f"{shown(value)} is not text that UTF-8 can hold") from None
-    return value
-
-
-# ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 DIGITS = 16
 checksum: Callable[[bytes | memoryview], str] = xxhash.xxh3_64_hexdigest
 """Return the xxh3-64 of bytes as 16 hex digits."""
 
 
 def checksum_blocks(data: memoryview, block: int) -> str:
-    """Return the checksums of all blocks of ``block`` bytes as one string; the last block may be shorter.
-
-    >>> checksum_blocks(memoryview(b"abc"), 2) == checksum(b"ab") + checksum(b"c")
-    True
-    """
-    if 0 < len(data) <= block:  # a fast path for small tensors, which are many
-        return checksum(data)
+    """Return the checksums of all blocks of ``block`` bytes as one string; the last block may be shorter."""
     return "".join([checksum(data[at : at + block]) for at in range(0, len(data), block)])
 
 
@@ -142,13 +121,9 @@ def slice_checksums(checksums: str, first: int, count: int) -> str:
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-FORMAT = "lightning-shardckpt"
-VERSION = "1.0"
 MAX_JSON_BYTES = 1 << 26
 MAX_VALUES = 1 << 21  # in one JSON text; Python needs up to 80 bytes for each
 MAX_DEPTH = 128
-_T = TypeVar("_T")
-
 
 compact: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 """Return a value as JSON without spaces."""
@@ -195,22 +170,3 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def decode_index(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
-    """Parse an index, check its format and version, and decode it. Raises a FormatError that names ``where``."""
-    value = parse_json(text, where)
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise FormatError(f"{where}: not an index of {FORMAT}")
-    if value.get("version") != VERSION:
-        raise FormatError(
-            f"{where}: format version {shown(value.get('version'))}, but this package reads {VERSION}; use the "
-            "lightning-shardckpt that wrote it"
-        )
-    try:
-        return decode(value)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        cause = f"{type(error).__name__}: {str(error)[:200]}"
-        raise FormatError(f"{where}: a part is missing or malformed: {cause}") from None

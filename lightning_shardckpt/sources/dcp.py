@@ -1,10 +1,9 @@
 """A directory of ``torch.distributed.checkpoint`` as a source: Lightning's sharded checkpoints, OLMo-core's and others.
 
 The entries become the dicts that a file of ``torch.save`` would have, with stand-ins on the meta device for tensors, of
-which only the chunks that a rank reads are loaded, one after another. No code is executed: ``.metadata``, a pickle, is
-read into plain records, by the unpickler in Python, since the one in C allocates gigabytes for a pickle of ten bytes;
-all else by ``torch.load(weights_only=True)``. Lightning's ``meta.pt`` as well, unless the user passes
-``weights_only=False``.
+which only the chunks that a rank reads are loaded. No code is executed: ``.metadata``, a pickle, is read into plain
+records, by the unpickler in Python, since the one in C allocates gigabytes for a pickle of ten bytes; all else by
+``torch.load(weights_only=True)``, Lightning's ``meta.pt`` as well, unless the user passes ``weights_only=False``.
 
 Entries have paths of a nested state dict, whose keys depend on the program:
 
@@ -43,7 +42,6 @@ from lightning_shardckpt.storage.protocol import read_all
 
 _META = "meta.pt"
 _ADVICE = ". If you trust its author, pass weights_only=False to the Trainer's method, which executes code from it."
-_MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
 
 _Paths = dict[str, tuple[str | int, ...]]
@@ -51,7 +49,7 @@ _Paths = dict[str, tuple[str | int, ...]]
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
-    """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
+    """Open the checkpoint in a directory; ``weights_only`` is for Lightning's ``meta.pt``."""
     stored, by_top, meta = _Stored(path), dict[str, _Paths](), None
     with suppress(FileNotFoundError):
         meta = dict(stored.load(_Place(_META, 0, stored.size(_META)), weights_only=weights_only))
@@ -60,7 +58,7 @@ def open_path(path: str, weights_only: bool = True) -> Source:
     optimizers = [top for top, of in by_top.items() if _GROUPS in {_split(place)[0] for place in of.values()}]
     others = [top for top, of in by_top.items() if top not in optimizers and any(map(stored.is_tensor, of))]
     nested = [top for top in others if all(by_top[top].values())]
-    chosen = [top for top in nested if top in _MODELS]
+    chosen = [top for top in nested if top in ("model", "state_dict")]
     if len(chosen) != 1:  # a single dict of tensors beside meta.pt or an optimizer is a model, whatever its name
         chosen = nested if len(nested) == len(others) == 1 and (meta is not None or optimizers) else []
     keys = dict[str, str]()
@@ -71,38 +69,35 @@ def open_path(path: str, weights_only: bool = True) -> Source:
                 raise FormatError(f"{shown(other)} and {shown(key)} are both an entry {shown(name)} of the model")
     state_dict = {n: stored.value(key) if is_extra_state(n) else stored.get(key) for n, key in keys.items()}
     rest = dict[Any, Any]()
-    for key, (*above, last) in stored.paths.items():
-        if str([*above, last][0]) not in (*optimizers, *others):
+    for key, place in stored.paths.items():
+        if str(place[0]) not in (*optimizers, *others):
             inner = rest
-            for part in above:
+            for part in place[:-1]:
                 inner = inner.setdefault(part, {})
-            inner[last] = stored.value(key)
+            inner[place[-1]] = stored.value(key)
     checkpoint = rest | (meta or {})
     if optimizers or "lr_schedulers" in checkpoint:  # of a Trainer whose optimizers may have had no state
-        tops = sorted(optimizers, key=_by_number)
+        tops = sorted(optimizers, key=lambda top: (len(top), top))  # "optimizer_10" comes after "optimizer_9"
         checkpoint["optimizer_states"] = [_optimizer(stored, by_top[top]) for top in tops]
     return source_of_dicts(path, stored.tensors, state_dict, checkpoint)
 
 
 def _optimizer(stored: _Stored, paths: _Paths) -> dict[str, Any]:
-    """Return the state dict of an optimizer, given the paths of its entries.
-
-    Param groups are one value, or numbered; or settings are stored for each parameter, and equal ones are a group.
-    """
+    """Return the state dict of an optimizer, given the paths of its entries."""
     state, settings, groups = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
     for key, path in paths.items():
         kind, owner, name = _split(path)
         if kind == _STATE and owner:
-            state.setdefault(owner, {})[name] = stored.get(key, min_ndim=1)
+            state.setdefault(owner, {})[name] = stored.get(key)
         elif kind == _GROUPS and owner:
             settings.setdefault(owner, {})[name] = stored.value(key)
         elif kind == _GROUPS and not name:
             groups += stored.value(key)
         else:
             raise FormatError(f"{shown(key)} is not an entry of an optimizer of torch")
-    if any(len(path) > 1 and path[0] == _GROUPS for path in paths.values()):
-        groups += [settings[number] for number in sorted(settings, key=_by_number)]
-    else:
+    if any(len(path) > 1 and path[0] == _GROUPS for path in paths.values()):  # they are numbered
+        groups += [settings[number] for number in sorted(settings, key=int)]
+    else:  # settings are stored for each parameter, and equal ones are a group
         joined = dict[str, dict[str, Any]]()
         for name, group in settings.items():
             text = json.dumps(encode_small(group, name), sort_keys=True)
@@ -114,16 +109,8 @@ def _optimizer(stored: _Stored, paths: _Paths) -> dict[str, Any]:
     return {"state": {numbers.get(n := clean_fqn(name), n): of for name, of in state.items()}, _GROUPS: groups}
 
 
-def _by_number(name: str) -> tuple[int, str]:
-    """Return a key that sorts ``optimizer_10`` after ``optimizer_9``."""
-    return len(name), name
-
-
 def _split(path: tuple[str | int, ...]) -> tuple[str, str, str]:
-    """Return the kind of an optimizer's entry, its parameter or the number of its group, and its name.
-
-    A flattened ``state.layers.0.weight.exp_avg`` is the same as a nested one.
-    """
+    """Return the kind of an optimizer's entry, nested or flattened, its parameter or group's number, and its name."""
     kind, _, rest = ".".join(map(str, path)).partition(".")
     owner, _, name = rest.rpartition(".")
     return kind, owner, name
@@ -164,8 +151,7 @@ class _Stored:
             raise FormatError(f"{DCP_NAME}: {shown(metadata)} where a Metadata is expected")
         infos = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in (metadata.storage_data or {}).items()}
         for key, entry in metadata.state_dict_metadata.items():
-            is_tensor = "chunks" in vars(entry)
-            self._entries[key] = (self._tensor if is_tensor else self._place)(key, entry, infos)
+            self._entries[key] = self._tensor(key, entry, infos) if "chunks" in vars(entry) else self._place(key, infos)
             keys: Any = metadata.planner_data.get(key) if isinstance(metadata.planner_data, dict) else None
             is_path = isinstance(keys, tuple) and keys and all(type(part) in (str, int) for part in keys)
             self.paths[key] = keys if is_path else (key,)  # it was not nested, or another planner saved it
@@ -174,15 +160,15 @@ class _Stored:
         dtype, shape, boxes = DTYPES.get(entry.properties.state[0]), check_shape(entry.size), list[ForeignBox]()
         if dtype is None:
             raise FormatError(f"{shown(key)}: dtype {shown(entry.properties.state[0])} is not supported")
-        bytes_in(shape, dtype)
+        bytes_in(shape, dtype)  # or it raises an error
         for start, lengths in {check_shape(c.offsets): check_shape(c.sizes) for c in entry.chunks}.items():
             if 0 not in lengths:
-                place = self._place(key, None, infos, start)
+                place = self._place(key, infos, start)
                 self.tensors.loads[str(place)] = partial(self._load_chunk, place, dtype, lengths)
                 boxes.append(ForeignBox(Box.whole(lengths).shift(start), str(place), 0))
         return ForeignTensor(dtype, shape, tuple(boxes))
 
-    def _place(self, key: str, _: Any, infos: Mapping[Any, Any], offset: Shape | None = None) -> _Place:
+    def _place(self, key: str, infos: Mapping[Any, Any], offset: Shape | None = None) -> _Place:
         """Return the place of an entry, or of the chunk of a tensor at an offset."""
         if (info := infos.get((key, offset))) is None:
             raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
@@ -220,12 +206,10 @@ class _Stored:
         """Return whether an entry is a tensor; others are values."""
         return isinstance(self._entries[key], ForeignTensor)
 
-    def get(self, key: str, min_ndim: int = 0) -> Any:
-        """Return a stand-in for a tensor that has enough dims, else the value."""
+    def get(self, key: str) -> Any:
+        """Return a stand-in for a tensor with dims, else the value."""
         entry = self._entries[key]
-        if isinstance(entry, ForeignTensor) and len(entry.shape) >= min_ndim:
-            return self.tensors.stand_in(entry)
-        return self.value(key)
+        return self.tensors.stand_in(entry) if isinstance(entry, ForeignTensor) and entry.shape else self.value(key)
 
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""

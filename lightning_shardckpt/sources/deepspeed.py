@@ -49,12 +49,7 @@ _Shapes = Sequence[Mapping[str, Shape]]
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
-    """Open a directory with the files of ranks; ``weights_only`` is as in ``torch.load``, for the client state.
-
-    Raises:
-        FormatError: for what is not read, such as model parallelism and experts.
-        CorruptionError: if a file is missing or damaged.
-    """
+    """Open a directory with the files of ranks; ``weights_only`` is as in ``torch.load``, for the client state."""
     models, optimizers = (_rank_files(path, pattern) for pattern in (DEEPSPEED_MODEL, _OPTIMIZER))
     universal = [str(file.relative_to(path)) for file in sorted(Path(path, _UNIVERSAL).rglob("*.pt"))]
     tensors = DictTensors(LocalReader(path), [*models, *optimizers, *universal])
@@ -147,8 +142,8 @@ def _of_parameters(files: Mapping[str, Any], shapes: _Shapes, model: dict[str, A
 
 # ── flat vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
-_BASE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+_OF_STAGE_3 = ("fp32_flat_groups", "optimizer_state_dict")
+_OF_STAGES = ("single_partition_of_fp32_groups", "base_optimizer_state")
 
 
 class _Piece(NamedTuple):
@@ -167,7 +162,7 @@ def _of_ranks(
     counts, stage, state = ranks[0]["partition_count"], int(ranks[0]["zero_stage"]), dict[Any, dict[str, Any]]()
     if len(ranks) != (expected := max(counts) if isinstance(counts, list) else counts):
         raise ValueError(f"{len(ranks)} files of an optimizer on {expected} ranks")
-    masters, bases = [rank[_MASTERS[stage]] for rank in ranks], [rank[_BASE[stage]] for rank in ranks]
+    masters, bases = ([rank[name] for rank in ranks] for name in (_OF_STAGE_3 if stage == 3 else _OF_STAGES))
     if stage == 3:
         pieces = _partitions(shapes, [len(vector) for vector in masters[0]], len(ranks))
     else:

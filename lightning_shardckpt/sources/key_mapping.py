@@ -32,13 +32,7 @@ _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
 
 @dataclass(frozen=True, slots=True)
 class KeyMapping:
-    """New names for stored names.
-
-    Attributes:
-        function: the user's, which returns the new name of a stored name, or None to leave it out.
-        names: of a dict, the entries of whole names.
-        rules: of a dict, the expressions.
-    """
+    """New names for stored names: the user's function, or the entries of a dict, for whole names and by expression."""
 
     function: Callable[[str], str | None] | None = None
     names: Mapping[str, str | None] = field(default_factory=dict)
@@ -51,11 +45,7 @@ class KeyMapping:
 
     @classmethod
     def of(cls, given: KeyMappingLike | None) -> KeyMapping:
-        """Return the mapping of a user's dict or function.
-
-        Raises:
-            ValueError: if it is neither, or an expression or a replacement is malformed.
-        """
+        """Return the mapping of a user's dict or function. Raises a ValueError for a malformed one."""
         if isinstance(given, KeyMapping):
             return given
         if callable(given):
@@ -89,12 +79,7 @@ class KeyMapping:
         return cls.of({old: None if new == "null" else new for old, _, new in pairs})
 
     def __call__(self, name: str) -> str | None:
-        """Return the new name of a stored name; None leaves it out.
-
-        >>> swap = KeyMapping.of({"^a": "b", "^b": "a", "scale": None})
-        >>> swap("a.w"), swap("b.w"), swap("scale")
-        ('b.w', 'a.w', None)
-        """
+        """Return the new name of a stored name; None leaves it out."""
         if self.function is not None:
             given = self.function(name)
             if not isinstance(given, str | None):
@@ -115,11 +100,7 @@ class KeyMapping:
         return done + name[at:]
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the stored name by new name, of all that are not left out.
-
-        Raises:
-            MismatchError: listing stored names that get the same name.
-        """
+        """Return the stored name by new name. Raises a MismatchError that lists stored names of the same new name."""
         renamed: dict[str, list[str]] = {}
         for name in names:
             if (new := self(name)) is not None:
@@ -153,9 +134,8 @@ def rename(
     """Return a source with other names.
 
     Args:
-        source: the stored state, which the caller closes.
-        names: stored names of the model's entries, by name in the result; others are left out. Two entries may have
-            the same stored name.
+        source: the stored state.
+        names: stored names of the model's entries, by name in the result; others are left out.
         optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
         left_out: stored names that the user leaves out, along with their optimizer state.
 
@@ -221,10 +201,7 @@ def map_names(
         mapping: of the user, from stored names without ``prefix``.
         prefix: of the stored names; others are left out.
         move: returns the name in the result by mapped name, None to leave it out.
-        optimizers: as in ``rename``.
-
-    Raises:
-        MismatchError: if entries of the mapping give a name several times.
+        optimizers: as in ``rename``, whose errors it raises, too, and those of ``KeyMapping.apply``.
     """
     if mapping.is_empty and move is None:
         return source, []

@@ -32,12 +32,8 @@ from lightning_shardckpt.state.model import is_extra_state
 def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tuple[Source, list[str]]:
     """Return the weights under the names of a model, and a line for each tensor that can't be converted.
 
-    Tensors that the model lacks get the names that they would have there.
-
-    Args:
-        source: of the component "model".
-        module: the LightningModule, or any stage of a pipeline.
-        state: the names of the whole model's state.
+    Tensors that the model lacks get the names that they would have there. ``state`` has the names of the whole model,
+    of which ``module`` may be a stage.
 
     Raises:
         MismatchError: if nothing matches, or several parts of the model match equally.
@@ -65,9 +61,6 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
     return replace(fitted, table={**fitted.table, "model": table}), problems
 
 
-# ── ways of matching names ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Joined(NamedTuple):
     """Stored tensors that a converter turns into a tensor of the model: in order, by its patterns."""
 
@@ -76,21 +69,13 @@ class Joined(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """One way to match names.
+    """One way to match names."""
 
-    Attributes:
-        prefix: of the names in the model that can match.
-        hits: the stored name or the stored tensors to join, by name in the model.
-        model: of transformers, if its conversions are applied.
-        stored_prefix: is removed from stored names.
-        has_adapter: whether tensors of an adapter match.
-    """
-
-    prefix: str
-    hits: Mapping[str, str | Joined]
-    model: nn.Module | None = None
-    stored_prefix: str = ""
-    has_adapter: bool = False
+    prefix: str  # of the names in the model that can match
+    hits: Mapping[str, str | Joined]  # the stored name or the stored tensors to join, by name in the model
+    model: nn.Module | None = None  # of transformers, if its conversions are applied
+    stored_prefix: str = ""  # is removed from stored names
+    has_adapter: bool = False  # tensors of an adapter match
 
     def used(self) -> set[str]:
         """Return the stored names that match."""

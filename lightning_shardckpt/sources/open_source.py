@@ -17,13 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    FormatError,
-    MismatchError,
-    ShardCkptError,
-)
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError, ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.format.value_checks import check_file_name, checksum
 from lightning_shardckpt.sources import hugging_face
@@ -44,14 +38,12 @@ _MARKS = frozenset({ROOT_NAME, DCP_NAME})  # files that mark a checkpoint direct
 
 
 def _find_dcp(path: str) -> str | None:
-    """Return the directory with ``.metadata``: ``path``, or OLMo-core's below it."""
-    directories = (path, os.path.join(path, "model_and_optim"))
+    directories = (path, os.path.join(path, "model_and_optim"))  # of OLMo-core
     return next((one for one in directories if os.path.isfile(os.path.join(one, DCP_NAME))), None)
 
 
 def _find_deepspeed(path: str) -> str | None:
-    """Return the directory with DeepSpeed's files of ranks: ``path``, or the one that its file ``latest`` names."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # the path may be of a directory that holds those of several steps
         path = os.path.join(path, check_file_name(Path(path, "latest").read_text("utf-8")[:4096].strip()))
     is_one = os.path.isdir(path) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(path)))
     return path if is_one else None
@@ -63,8 +55,8 @@ FORMATS: list[tuple[str, str, Callable[[str], str | None]]] = [
     ("a Hugging Face directory", "hugging_face", hugging_face.find),
     ("a file of torch.save", "torch_save", lambda p: p if os.path.isfile(p) and not hugging_face.find(p) else None),
 ]
-"""Formats of other programs: the name for messages, the module of this folder whose ``open_path`` opens such a file or
-directory (it may import torch), and a function that finds it at a path by names and first bytes, or returns None."""
+"""Formats of other programs: the name for messages, the module of this folder whose ``open_path`` opens one (it may
+import torch), and a function that finds its place at a path by names and first bytes."""
 
 
 def _find_format(path: str) -> tuple[str, str, str] | None:
@@ -107,7 +99,7 @@ def open_on_ranks(
     Args:
         path, storage, verify, weights_only: as in ``open_source``.
         ranks: the ranks that open it together.
-        report: returns what the others must know of this rank, as JSON; called once, in the same exchange.
+        report: returns what the others must know of this rank, as JSON; called in the same exchange.
 
     Yields:
         The source, closed at the end, and the different reports, in the order of ranks.
@@ -116,19 +108,18 @@ def open_on_ranks(
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: if the ranks see different checkpoints at the path.
     """
-    sources, reports, deadline = list[Source](), list[Any](), time.monotonic() + storage.visible_within_s
+    sources, deadline = list[Source](), time.monotonic() + storage.visible_within_s
 
     def look() -> dict[str, Any]:
         opened.close()
-        if not reports:
-            reports.append(report())
+        own_report = report()
         try:
             source, identity = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
         opened.callback(source.close)
         sources[:] = [source]
-        return {"id": identity, "report": reports[0]}
+        return {"id": identity, "report": own_report}
 
     def compare(views: list[dict[str, Any]]) -> list[Any] | None:
         if "id" in views[0] and all(view.get("id") == views[0]["id"] for view in views):
@@ -165,9 +156,7 @@ def open_source(
         The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.
 
     Raises:
-        CheckpointNotFoundError: if there is no readable checkpoint; suggests other paths.
-        CorruptionError: if files of another program are missing or damaged.
-        FormatError: if they are not laid out as expected, or several formats match.
+        ShardCkptError: if there is none, which suggests other paths, or it is damaged or not laid out as expected.
     """
     if (found := _find_format(path)) is None:
         checkpoint = open_checkpoint(path, storage)
@@ -176,10 +165,10 @@ def open_source(
     name, module, place = found
     try:
         source = import_module(f"{__package__}.{module}").open_path(place, weights_only)
-    except (FormatError, CorruptionError) as error:
-        raise type(error)(str(error) if path in str(error) else f"{path!r}: {error}") from error.__cause__
-    except ShardCkptError:
-        raise
+    except ShardCkptError as error:
+        if path in str(error):
+            raise
+        raise type(error)(f"{path!r}: {error}") from error.__cause__
     except MALFORMED as error:
         raise FormatError(f"{path!r}: not laid out as {name} is: {repr(error)[:500]}") from error
     kinds = {n: {k: (one.spec.dtype, one.spec.shape) for k, one in of.items()} for n, of in source.table.items()}
@@ -200,8 +189,6 @@ def open_checkpoint(
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"{error}{'' if is_url(path) else did_you_mean(path)}") from None
 
-
-# ── no checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LOOKED_AT, _SUGGESTED = 2000, 3
 

@@ -44,7 +44,7 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     is copied on the current stream while the next one is read.
 
     Returns:
-        A function that performs the reads. It raises a CorruptionError that names file, tensor and rank; then some
+        A function that performs the reads; if it raises a CorruptionError, which names file, tensor and rank, some
         targets are filled.
 
     Raises:

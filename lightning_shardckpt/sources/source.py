@@ -1,7 +1,6 @@
 """Stored state of any format as one frozen value: the sources of this package's checkpoints and of other programs'.
 
-A stored tensor is a spec and a function that finds its bytes, so that comparing and planning do not depend on the
-format; ``open_source`` detects it. No torch.
+A stored tensor is a spec and a function that finds its bytes, so that nothing else depends on the format. No torch.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ class Source:
         return replace(self, table={**self.table, **table}, aliases={**kept, **aliases}, document=document)
 
     def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor after checking that files of its size exist.
-
-        Raises:
-            ShardCkptError: if an index lacks one of its boxes, or a file is not the saved one.
-        """
+        """Return the shape of a stored tensor. Raises a ShardCkptError if files of its size do not exist."""
         spec, requests, _ = self.table[component][key]
         whole = Box.whole(spec.shape)
         requests((Part(whole, whole.start),), spec.shape, memoryview(b""))
@@ -110,13 +105,8 @@ def read_windows(
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of tensors or of parts of them, window by window; every byte is verified if it has a checksum.
 
-    Windows that fit into memory together are read together. A block that two windows share is read for both: windows
-    should be much larger than blocks.
-
-    Args:
-        source: the stored state.
-        wanted: component and key of each tensor, and the part of it, None for all of it.
-        nbytes: the size of the memory.
+    ``wanted`` has component and key of each tensor, and the part of it, None for all of it. Windows that fit into
+    ``nbytes`` of memory together are read together; a block that two windows share is read for both.
 
     Yields:
         The number of the tensor in ``wanted``, and its next bytes, which are valid until the next step.
@@ -162,10 +152,8 @@ def sharded_source(
     """
     plans, components = dict[tuple[Any, ...], list[tuple[Overlap, ByteRuns]]](), checkpoint.root.components
 
-    def requests(
-        component: str, key: str, spec: TensorSpec, parts: tuple[Part, ...], shape: Shape, memory: memoryview
-    ) -> list[Request]:
-        replica, found = checkpoint.replicas(component)[key], list[Request]()
+    def requests(component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        spec, replica, found = components[component].tensors[key], checkpoint.replicas(component)[key], list[Request]()
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
         if (plan := plans.get(kind)) is None:
             plan = []
@@ -198,7 +186,7 @@ def sharded_source(
         return state
 
     table = {
-        name: {key: StoredTensor(spec, partial(requests, name, key, spec)) for key, spec in of.tensors.items()}
+        name: {key: StoredTensor(spec, partial(requests, name, key)) for key, spec in of.tensors.items()}
         for name, of in components.items()
     }
     aliases, document = {name: of.aliases for name, of in components.items()}, partial(document_of, checkpoint)
@@ -209,11 +197,9 @@ def sharded_source(
 # Boxes of bytes in files tile each tensor: one in a safetensors file, one for each chunk of torch's distributed
 # checkpoints, one for each stored tensor of a joined one. There are no checksums.
 
-_STEP_BYTES = 1 << 20  # the block size of boxes without checksums
-
 
 class ForeignBox(NamedTuple):
-    """A region of a tensor, and the offset of its bytes in a file: row-major and contiguous."""
+    """A region of a tensor, and the offset of its row-major, contiguous bytes in a file."""
 
     box: Box
     file: str
@@ -229,16 +215,11 @@ class ForeignTensor(NamedTuple):
 
 
 def list_tensors(reader: Reader, tensors: Mapping[str, ForeignTensor]) -> dict[str, StoredTensor]:
-    """Return stored tensors by key.
-
-    Raises:
-        FormatError: if the boxes of a tensor do not tile it.
-        CorruptionError: if a file is too short for a box.
-    """
+    """Return stored tensors by key. Raises an error if boxes do not tile a tensor, or a file is too short for one."""
     listed, size = dict[str, StoredTensor](), cache(reader.size)
     for key, tensor in tensors.items():
         dtype, shape, boxes = tensor
-        if (problem := find_cover_error(shape, (box for box, _, _ in boxes))) is not None:
+        if problem := find_cover_error(shape, (box for box, _, _ in boxes)):
             raise FormatError(f"{key!r}, {dtype} {shape}: {problem}")
         for box, file, begin in boxes:
             end = begin + bytes_in(box.shape, dtype)
@@ -254,7 +235,7 @@ def _requests(
 ) -> list[Request]:
     size, requests = DTYPE_BYTES[tensor.dtype], list[Request]()
     for box, file, begin in tensor.boxes:
-        entry = ShardEntry(box, tensor.shape, tensor.dtype, file, begin, _STEP_BYTES, box.numel * size, "")
+        entry = ShardEntry(box, tensor.shape, tensor.dtype, file, begin, 1, box.numel * size, "")
         for part in parts:
             if (common := box.intersect(part.box)) is not None:
                 overlap = Overlap(0, box, common, common.within(part.box).shift(part.at))
@@ -268,13 +249,9 @@ def _requests(
 def assemble(
     source: Source, tensor: Callable[[str, str], Any], decode: Callable[[Any], Any], *, optimizers: bool = True
 ) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict with whole tensors.
+    """Return Lightning's checkpoint dict with whole tensors, given a function that returns one by component and key.
 
-    Args:
-        source: the stored state.
-        tensor: returns the tensor of a component and key; called once for each.
-        decode: decodes the result of ``encode_small``.
-        optimizers: whether to include the optimizers.
+    ``decode`` decodes the result of ``encode_small``.
     """
     tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
     checkpoint = source.trainer(lambda key: tensor("trainer", key))
@@ -283,12 +260,11 @@ def assemble(
         state: dict[str, Any] = {name: tensor("model", key) for name, key in model.names.items()}
         state |= {name: decode(value) for name, value in (source.document("model") or {}).items()}
         versions = source.document("versions")
-        decoded_versions = None if versions is None else {name: decode(value) for name, value in versions.items()}
-        checkpoint["state_dict"] = add_versions(state, decoded_versions)
+        versions = versions and {name: decode(value) for name, value in versions.items()}
+        checkpoint["state_dict"] = add_versions(state, versions)
         if frozen := source.document("frozen"):
             checkpoint[FROZEN] = frozen
-    document = source.document("optimizer") if optimizers else None
-    if document is not None:
+    if optimizers and (document := source.document("optimizer")) is not None:
         component = source.component("optimizer")
         whole = {key: tensor("optimizer", key) for key in component.tensors}
         stored = [StoredOptimizer(i, document[str(i)], component, decode) for i in range(len(document))]

@@ -53,14 +53,8 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
 class DictTensors:
     """The tensors of dicts from files; a ``Reader`` of them, as if each were a file of its row-major bytes.
 
-    A tensor is in memory, or a stand-in on the meta device for parts of others, which are loaded when they are read.
-
-    Args:
-        files: the reader of the files that hold the tensors.
-        mapped: names of files that are mapped into memory.
-
-    Attributes:
-        loads: return tensors, by the names of their "files".
+    A tensor is in memory, or a stand-in on the meta device for parts of others, which ``loads`` returns by the names of
+    their "files" when they are read. ``mapped`` are names of files that are mapped into memory.
     """
 
     high_latency = False

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lightning_shardckpt.checkpoint.checkpoint import load, load_full
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.format.value_checks import VERSION
+from lightning_shardckpt.format.index import VERSION
 from lightning_shardckpt.state.model import Leaves, WholeNames
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import run_ranks
