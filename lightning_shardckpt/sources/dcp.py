@@ -88,7 +88,7 @@ def _optimizer(stored: _Stored, paths: _Paths) -> dict[str, Any]:
     for key, path in paths.items():
         kind, owner, name = _split(path)
         if kind == _STATE and owner:
-            state.setdefault(owner, {})[name] = stored.get(key)
+            state.setdefault(owner, {})[name] = stored.get(key, min_ndim=1)
         elif kind == _GROUPS and owner:
             settings.setdefault(owner, {})[name] = stored.value(key)
         elif kind == _GROUPS and not name:
@@ -206,10 +206,12 @@ class _Stored:
         """Return whether an entry is a tensor; others are values."""
         return isinstance(self._entries[key], ForeignTensor)
 
-    def get(self, key: str) -> Any:
-        """Return a stand-in for a tensor with dims, else the value."""
+    def get(self, key: str, min_ndim: int = 0) -> Any:
+        """Return a stand-in for a tensor that has enough dims, else the value."""
         entry = self._entries[key]
-        return self.tensors.stand_in(entry) if isinstance(entry, ForeignTensor) and entry.shape else self.value(key)
+        if isinstance(entry, ForeignTensor) and len(entry.shape) >= min_ndim:
+            return self.tensors.stand_in(entry)
+        return self.value(key)
 
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""

@@ -129,14 +129,14 @@ def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) ->
 
 
 def rename(
-    source: Source, names: Mapping[str, str], optimizers: Sequence[int] | None = None, left_out: Collection[str] = ()
+    source: Source, names: Mapping[str, str], optimizers: Sequence[int] | None, left_out: Collection[str] = ()
 ) -> Source:
     """Return a source with other names.
 
     Args:
         source: the stored state.
         names: stored names of the model's entries, by name in the result; others are left out.
-        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; None leaves them as they are.
         left_out: stored names that the user leaves out, along with their optimizer state.
 
     Raises:
@@ -154,7 +154,7 @@ def rename(
     for role in ("model", "frozen"):
         entries = source.document(role)
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
-    if (document := source.document("optimizer")) is None:
+    if optimizers is None:
         return source.with_names(table, aliases, documents)
     absent = {model.aliases.get(name, name) for name in left_out} - renamed.keys()
 
@@ -165,8 +165,7 @@ def rename(
     def with_names(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "params": [name for name in map(name_of, entry["params"]) if name is not None]}
 
-    kept = range(len(document)) if optimizers is None else optimizers
-    numbers, of_optimizers = {str(number): str(at) for at, number in enumerate(kept)}, dict[str, StoredTensor]()
+    numbers, of_optimizers = {str(number): str(at) for at, number in enumerate(optimizers)}, dict[str, StoredTensor]()
     for key, tensor in source.table.get("optimizer", {}).items():
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
@@ -174,7 +173,7 @@ def rename(
             of_optimizers[f"{numbers[number]}/{new}/{state}"] = tensor
     documents["optimizer"] = {}
     for number, at in numbers.items():
-        documents["optimizer"][at] = one = dict(document[number])
+        documents["optimizer"][at] = one = dict(source.document("optimizer")[number])
         if not one["numbered"]:
             one["groups"] = {n: with_names(group) for n, group in one["groups"].items()}
             one["values"] = {name: list(map(with_names, shared)) for name, shared in one["values"].items()}
@@ -201,7 +200,7 @@ def map_names(
         mapping: of the user, from stored names without ``prefix``.
         prefix: of the stored names; others are left out.
         move: returns the name in the result by mapped name, None to leave it out.
-        optimizers: as in ``rename``, whose errors it raises, too, and those of ``KeyMapping.apply``.
+        optimizers: as in ``rename``, whose errors it raises, and those of ``KeyMapping.apply``; all by default.
     """
     if mapping.is_empty and move is None:
         return source, []
@@ -213,4 +212,6 @@ def map_names(
     names = ((move(new) if move else new, prefix + stored) for new, stored in mapped.items())
     kept = {name: stored for name, stored in names if name is not None}
     left_out = [prefix + name for name in {*known}.difference(mapped.values())]
+    if optimizers is None and document is not None:
+        optimizers = range(len(document))
     return rename(source, kept, optimizers, left_out), mapping.unused({*known})

@@ -56,7 +56,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str]) -> tupl
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
         if (new := best.prefix + name.removeprefix(best.stored_prefix)) not in joined:
             names.setdefault(new, name)
-    fitted = rename(source, names)
+    fitted = rename(source, names, None)
     table = {**fitted.table["model"], **list_tensors(source.reader, joined)}
     return replace(fitted, table={**fitted.table, "model": table}), problems
 
