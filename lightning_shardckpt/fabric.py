@@ -35,8 +35,8 @@ from lightning_shardckpt.parallel.optimizers import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_optimizer_rng
-from lightning_shardckpt.parallel.tensors.values import reset_numbers
+from lightning_shardckpt.parallel.sharding.shared_values import share_optimizer_rng
+from lightning_shardckpt.parallel.tensors.values import broadcast_rng, reset_numbers
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path

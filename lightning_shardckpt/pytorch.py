@@ -33,8 +33,8 @@ from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_optimizer_rng
-from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
+from lightning_shardckpt.parallel.sharding.shared_values import share_optimizer_rng
+from lightning_shardckpt.parallel.tensors.values import broadcast_rng, check_state_of_shards, reset_numbers
 from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, StepChecks, compare_epoch_ends

@@ -365,9 +365,10 @@ class ReplacedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = map_nested((tuple(args), kwargs or {}), _current)
-        if func.__name__ == "__get__":  # of a property, which the sharded one's class may have replaced
+        accessor = getattr(func, "__name__", "")
+        if accessor == "__get__":  # of a property, which the sharded one's class may have replaced
             return getattr(args[0], name_of(func))
-        if func.__name__ == "__set__":
+        if accessor == "__set__":
             return setattr(args[0], name_of(func), args[1])
         return func(*args, **kwargs)
 

@@ -46,8 +46,8 @@ from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP, reshard
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics, share_rng
-from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
+from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics
+from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers, share_rng
 from lightning_shardckpt.state.local_tensors import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path

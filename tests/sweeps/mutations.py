@@ -245,8 +245,8 @@ MUTATIONS = (
     Mutation("the norm counts replicated elements once per rank", STEP, "parallel/sharding/clip_grad.py",
              "powers = powers * on_device(weights, total.dtype, device)", "pass",
              ("ranks/parallel/test_parallel.py::test_clipping_counts_each_element_once_however_it_is_sharded",)),
-    Mutation("ranks that must draw the same random numbers draw their own", STEP, "parallel/sharding/shared_values.py",
-             "    set_rng_state(first)\n", "",
+    Mutation("ranks that must draw the same random numbers draw their own", STEP, "parallel/tensors/values.py",
+             "    broadcast_rng(group)\n", "",
              ("ranks/parallel/test_parallel.py::test_ranks_draw_alike_where_they_must_and_apart_elsewhere",)),
     # ── followed runs ─────────────────────────────────────────────────────────────────────────────────────────────────
     Mutation("a checkpoint under evaluation is deleted", KEPT, "storage/run_folder.py",

@@ -126,7 +126,7 @@ class Initialization:
             problems += self._make(layer, inside) if inside else ()
             for tensor in inside:
                 fill(present, tensor.places, tensor.value, copy_slice)
-                if tensor.places[0].kind == "buffer":
+                if tensor.places[0].kind != "parameter":
                     value = tensor.value.detach().to(device)
                     for place in tensor.places:
                         place.slots[place.name] = value

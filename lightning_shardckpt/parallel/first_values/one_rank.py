@@ -44,7 +44,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError, TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
+from lightning_shardckpt.parallel.tensors.values import broadcast_rng, share_rng
 from lightning_shardckpt.system.tensor_digest import byte_view
 from lightning_shardckpt.system.text import list_some
 
@@ -208,13 +208,14 @@ _IN_INIT = (
     "Code that needs values of parameters while it builds belongs into __init__, where every rank has them; in Fabric, "
     "into init_module(empty_init=False)."
 )
-_WITHOUT = "  without memory"
-SLOTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {"parameter": parameter_slots, "buffer": buffer_slots}
+SLOTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameter": parameter_slots, "buffer": buffer_slots, "attribute": vars,
+}  # fmt: skip
 """By the kind of a tensor of a module: a function that returns the mutable dict of the module that has it."""
 
 
 class Place(NamedTuple):
-    """A tensor of a module: its "parameter" or "buffer" in the mapping ``slots``, under ``name``."""
+    """A tensor of a module: its "parameter", "buffer" or "attribute" in the mapping ``slots``, under ``name``."""
 
     fqn: str
     kind: str
@@ -233,13 +234,13 @@ class Place(NamedTuple):
 
 
 def list_places(root: nn.Module) -> list[Place]:
-    """Return the parameters and buffers of ``root``, under all their names."""
+    """Return the tensors of ``root``, under all their names; of attributes only plain tensors."""
     places = list[Place]()
     for prefix, module in root.named_modules():
         for kind, slots_of in SLOTS.items():
             slots = slots_of(module)
             for name, value in slots.items():
-                if value is not None:
+                if type(value) is Tensor or (kind != "attribute" and value is not None):
                     places.append(Place(f"{prefix}.{name}" if prefix else name, kind, module, slots, name, value))
     return places
 
@@ -301,7 +302,8 @@ class Build:
             return
         if tensor.is_meta:
             known = self.tensors.know(tensor)
-            known.owner = known.owner if known.owner() else ref(module)
+            if known.owner() is None:
+                known.owner = ref(module)
         elif isinstance(tensor, nn.Parameter) and not follows:
             self._whole.setdefault(module, {})[name] = tensor
         elif type(tensor) is nn.Parameter and tensor.layout is torch.strided:
@@ -319,30 +321,35 @@ class Build:
 
         Raises:
             TopologyError: if the ranks built different modules; names the first differences.
-            UnsupportedCodeError: if a buffer shares the memory of a parameter, or an attribute has no values.
+            UnsupportedCodeError: if a buffer shares the memory of a parameter.
         """
         phase, places, ties = "comparing the modules that the ranks have built", list_places(root), dict[int, str]()
         lines = [
             f"{place}  {tuple(place.tensor.shape)} {place.tensor.dtype} {type(place.tensor).__name__} "
             f"{'with gradient' * place.tensor.requires_grad} first named {ties.setdefault(id(place.tensor), place.fqn)}"
             for place in places
+            if place.kind != "attribute"
         ]
-        own = [line + _WITHOUT * place.is_without for place, line in zip(places, lines, strict=True)]
+        without = [str(place) for place in places if place.is_without]
 
-        def work() -> list[str]:
+        def work() -> list[list[str]]:
             _refuse_shared_memory(places)
-            _refuse_attributes(root, places)
-            return own if ranks.rank < 2 else []
+            return [lines if ranks.rank == 0 else [], without if ranks.rank < 2 else []]
 
-        first, *others = ranks.step(phase, work, lambda reports: reports[:2])
-        # what rank 1 has not, the others have not, either
-        alone = {line for other in others for line in other if line.endswith(_WITHOUT)}.difference(first)
-        expected = [line + _WITHOUT if ranks.rank and line + _WITHOUT in alone else line for line in first]
+        def lead(reports: list[list[list[str]]]) -> list[list[str]]:
+            # what rank 1 has not, the others have not, either
+            return [*reports[0], sorted({*reports[min(1, ranks.world - 1)][1]}.difference(reports[0][1]))]
+
+        expected, first_without, only_first = ranks.step(phase, work, lead)
 
         def check() -> None:
-            differences = [f"{line}  only on rank 0" for line in expected if line not in set(own)]
-            differences += [f"{line}  only on rank {ranks.rank}" for line in own if line not in set(expected)]
-            if own != expected:
+            unlike = {*first_without, *(only_first if ranks.rank else ())}.symmetric_difference(without)
+            unlike |= {*only_first}.difference(map(str, places))
+            if unlike or lines != expected:
+                here, there = set(lines), set(expected)
+                differences = [f"{line}  only on rank 0" for line in expected if line not in here]
+                differences += [f"{line}  only on rank {ranks.rank}" for line in lines if line not in there]
+                differences += [f"{place}  with memory on one of them" for place in sorted(unlike)]
                 raise TopologyError(
                     f"rank 0 and rank {ranks.rank} have built different modules:\n  "
                     f"{list_some(differences or ['the order of tensors'], 10, chr(10) + '  ')}\n"
@@ -350,7 +357,7 @@ class Build:
                 )
 
         ranks.step(phase, check, lambda _: None)
-        self.only_first = frozenset(str(p) for p, line in zip(places, lines, strict=True) if line + _WITHOUT in alone)
+        self.only_first = frozenset(only_first)
 
     def take(self, root: nn.Module, loaded: Set[str]) -> list[Value]:
         """Take the parameters that only rank 0 has out of the module, which has tensors without memory then.
@@ -402,19 +409,6 @@ def _refuse_shared_memory(places: Sequence[Place]) -> None:
                 )
 
 
-def _refuse_attributes(root: nn.Module, places: Sequence[Place]) -> None:
-    """Raise for the first plain tensor in an attribute of a module that has no memory, and is no buffer, too."""
-    known = {id(place.tensor) for place in places}
-    for prefix, module in root.named_modules():
-        for name, value in vars(module).items():
-            if type(value) is Tensor and value.is_meta and id(value) not in known:
-                raise UnsupportedCodeError(
-                    f"the attribute {name} of {prefix or 'the module'} ({type(module).__name__}) has no values: it was "
-                    "built on the meta device, or from parameters, of which rank 0 alone has values. Register it as a "
-                    "buffer."
-                )
-
-
 # ── from rank 0 to all ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -430,8 +424,8 @@ def _broadcast(tensor: Tensor) -> Tensor:
 def share_tensors(root: nn.Module, device: torch.device, only_first: Collection[str] = ()) -> None:
     """Give all ranks rank 0's parameters and buffers, one tensor at a time: in place, or memory to those without.
 
-    Leaves alone DTensors, parameters that ``only_first``, rank 0, has, and tensors that no rank has. Collectives run on
-    ``device``.
+    Leaves alone DTensors, parameters that only rank 0 has, tensors that no rank has, and attributes that all have.
+    Collectives run on ``device``.
 
     Collective: every rank of the world must call it.
     """
@@ -440,7 +434,8 @@ def share_tensors(root: nn.Module, device: torch.device, only_first: Collection[
     shared = dict[int, Tensor]()
     for place in list_places(root):
         old, is_alone = place.tensor, str(place) in only_first
-        if isinstance(old, DTensor) or (place.kind == "parameter" if is_alone else old.is_meta):
+        is_sent = place.kind == "buffer" or is_alone == (place.kind == "attribute")
+        if isinstance(old, DTensor) or not is_sent or (old.is_meta and not is_alone):
             continue
         if id(old) not in shared:
             value = _broadcast(torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device))

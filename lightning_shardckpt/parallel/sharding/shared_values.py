@@ -1,8 +1,4 @@
-"""Values beside parameters that ranks share: random numbers, statistics of norms, and tensors of ``self.all_gather``.
-
-Ranks that build the same weights, or hold parts of one activation, must draw the same numbers; data-parallel ranks need
-not.
-"""
+"""Values beside parameters that ranks share: noise of optimizers, statistics of norms, and tensors to gather."""
 
 from __future__ import annotations
 
@@ -18,33 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single
 from lightning_shardckpt.compat.torch_modules import NormWithStatistics
-from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, gather_numbers
+from lightning_shardckpt.distributed.host_numbers import any_rank, gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
-from lightning_shardckpt.parallel.tensors.values import refuse_batched
-from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
+from lightning_shardckpt.parallel.tensors.values import refuse_batched, share_rng
 
 _T = TypeVar("_T")
 _DRAWS = "_shardckpt_draws"  # an attribute of an optimizer: whether its first step drew random numbers on any rank
-
-
-@contextmanager
-def share_rng(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
-    """Inside, every rank draws the first rank's random numbers; then, generators that differed get their states back.
-
-    Yields a list that has the generators of which this rank drew, after the end.
-
-    Collective: every rank of ``group``, or of the world, must enter it.
-    """
-    own, drawn = get_rng_state(every_device=False), list[str]()
-    first = _broadcast(own, group)
-    set_rng_state(first)
-    try:
-        yield drawn
-    finally:
-        now = get_rng_state(every_device=False)
-        drawn += differing_generators(first, now)
-        set_rng_state(now | differing_generators(own, first))
 
 
 @contextmanager
@@ -81,19 +57,6 @@ def share_optimizer_rng(
         drew = any_rank(any(drawn), group)
         if drew or steps:  # a GradScaler skips a step on all ranks
             setattr(optimizer, _DRAWS, drew)
-
-
-def broadcast_rng(group: dist.ProcessGroup | None) -> None:
-    """Give every rank of ``group``, or of the world, the first rank's random state.
-
-    Collective: every rank of ``group`` must call it.
-    """
-    set_rng_state(_broadcast(get_rng_state(every_device=False), group))
-
-
-def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    return state if is_alone else broadcast_object(state, group=group)
 
 
 # ── norms, and all_gather ───────────────────────────────────────────────────────────────────────────────────────────

@@ -6,8 +6,9 @@ also through views, reach the shards. Others avoid its communication and memory,
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
@@ -47,10 +48,10 @@ from lightning_shardckpt.parallel.tensors.values import (
     REMEDY,
     Scatter,
     check_equal_on_ranks,
-    draw_like_first_rank,
     gather_whole,
     is_equal_on_ranks,
     record_numbers,
+    share_rng,
 )
 
 # ── functions of whole tensors ──────────────────────────────────────────────────────────────────────────────────────
@@ -219,9 +220,13 @@ def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor on every rank; functions of torch.nn.init may change leaves."""
     first = next(t for t in tensors_in(args, kwargs) if is_sharded(t))
-    is_initializer = getattr(func, "__module__", None) == "torch.nn.init"
-    records = torch.is_grad_enabled() and not is_initializer
-    with torch.set_grad_enabled(records), draw_like_first_rank(sharding_of(first), first.device, name_of(func)):
+    sharding, is_initializer = sharding_of(first), getattr(func, "__module__", None) == "torch.nn.init"
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_initializer), ExitStack() as stack:
+        for peers in (*sharding.data_axes, *sharding.others):
+            state = torch.cuda.get_rng_state(first.device) if first.is_cuda else torch.get_rng_state()
+            mark = float(zlib.crc32(state.numpy().tobytes()))
+            if any(numbers != [mark] for numbers in peers.share(f"{name_of(func)} of random numbers", [mark])):
+                stack.enter_context(share_rng(peers.reads))
         return run_gathered(func, args, kwargs)
 
 

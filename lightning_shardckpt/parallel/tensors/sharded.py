@@ -236,7 +236,12 @@ def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
 def tensors_in(*values: Any) -> list[Any]:
     """Return the tensors among values, also in lists, tuples and dicts."""
     found = list[Any]()
-    map_nested(values, found.append)
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_nested(values, collect)
     return found
 
 

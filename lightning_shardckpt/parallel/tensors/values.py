@@ -40,6 +40,7 @@ from lightning_shardckpt.parallel.tensors.placement import (
     own_rows,
     sharding_of,
 )
+from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
 from lightning_shardckpt.system.tensor_digest import byte_view
 
 PARTIAL = "_shardckpt_partial"
@@ -342,25 +343,31 @@ def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def draw_like_first_rank(sharding: Sharding, device: torch.device, what: str) -> Iterator[None]:
-    """Inside, all ranks draw the first rank's random numbers; afterwards, ranks with another state get it back."""
-    is_gpu = device.type == "cuda"
-    own = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
-    state = own.clone()
-    for peers in (*sharding.data_axes, *sharding.others):
-        mark = float(zlib.crc32(state.numpy().tobytes()))
-        if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
-            peers.wait(dist.broadcast(state, group=peers.reads, group_src=0, async_op=True), what)
+def share_rng(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
+    """Inside, every rank draws the first rank's random numbers; then, generators that differed get their states back.
 
-    def set_state(new: Tensor) -> None:
-        if not torch.equal(own, state):
-            torch.cuda.set_rng_state(new, device) if is_gpu else torch.set_rng_state(new)
+    Yields a list that has the generators of which this rank drew, after the end.
 
-    set_state(state)
+    Collective: every rank of ``group``, or of the world, must enter it.
+    """
+    own, drawn = get_rng_state(every_device=False), list[str]()
+    broadcast_rng(group)
+    first = get_rng_state(every_device=False)
     try:
-        yield
+        yield drawn
     finally:
-        set_state(own)
+        now = get_rng_state(every_device=False)
+        drawn += differing_generators(first, now)
+        set_rng_state(now | differing_generators(own, first))
+
+
+def broadcast_rng(group: dist.ProcessGroup | None) -> None:
+    """Give every rank of ``group``, or of the world, the first rank's random state.
+
+    Collective: every rank of ``group`` must call it.
+    """
+    if dist.is_initialized():
+        set_rng_state(broadcast_object(get_rng_state(every_device=False), group=group))
 
 
 # ── numbers that code writes into sharded tensors ───────────────────────────────────────────────────────────────────

@@ -43,6 +43,7 @@ class Slices(nn.Module):
         self.x = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64).t())
         self.x.data.uniform_(-1, 1)
         self.register_buffer("w0", self.w.detach().clone())
+        self.plain = self.v.detach() + 1
         self.qk = nn.Parameter(torch.cat([torch.randn(4, 4), torch.randn(4, 4).flip(0)]))
         self.parts = nn.ParameterList(self.qk.detach().chunk(2))
 
@@ -91,11 +92,12 @@ class Lazy(nn.Module):
 
 
 class Anchored(nn.Linear):
-    """A copy of its weights in a buffer."""
+    """Copies of its weights in a buffer and an attribute."""
 
     def __init__(self) -> None:
         super().__init__(3, 4)
         self.register_buffer("initial", self.weight.clone())
+        self.norm = self.weight.detach().norm()
 
 
 def normed() -> nn.Module:

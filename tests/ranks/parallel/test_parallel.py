@@ -17,8 +17,8 @@ from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_b
 from lightning_shardckpt.parallel.sharding.fqn import parameter_names
 from lightning_shardckpt.parallel.sharding.fsdp import choose_units, trunk_layers
 from lightning_shardckpt.parallel.sharding.mesh import resolve_topology
-from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
 from lightning_shardckpt.parallel.sharding.tensor_parallel import PARTIAL, resolve_plan
+from lightning_shardckpt.parallel.tensors.values import broadcast_rng, share_rng
 from tests.support.nets import Net, llama
 from tests.support.pool import run_ranks
 from tests.support.tiny import whole

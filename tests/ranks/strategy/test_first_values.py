@@ -237,12 +237,6 @@ class Aliasing(nn.Embedding):
         self.register_buffer("first_row", self.weight.detach()[0])
 
 
-class Anchored(nn.Embedding):
-    def __init__(self) -> None:
-        super().__init__(tiny.VOCABULARY, 4)
-        self.norm = self.weight.detach().norm()
-
-
 class Unrepeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +275,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "a buffer in the memory of a parameter": (
         *(Aliasing, "the buffer net.first_row is in the memory of the parameter net.weight"),
     ),
-    "an attribute of values": (Anchored, r"the attribute norm of net \(Anchored\) has no values"),
     "a buffer without a value": (partial(on_meta, Scaled), "  net.scale  buffer of Scaled"),
     "what no method does": (partial(on_meta, Unrepeated), CHANGED.format(2, 1)),
     "more than a method": (partial(on_meta, partial(Repeated, nn.init.orthogonal_)), CHANGED.format(3, 2)),
