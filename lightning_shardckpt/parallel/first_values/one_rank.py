@@ -349,9 +349,9 @@ class Build:
                 here, there = set(lines), set(expected)
                 differences = [f"{line}  only on rank 0" for line in expected if line not in here]
                 differences += [f"{line}  only on rank {ranks.rank}" for line in lines if line not in there]
-                differences += [f"{place}  with memory on one of them" for place in sorted(unlike)]
+                differences += [f"{place}  without memory on one of them alone" for place in sorted(unlike)]
                 raise TopologyError(
-                    f"rank 0 and rank {ranks.rank} have built different modules:\n  "
+                    f"rank 0 and rank {ranks.rank or 1} have built different modules:\n  "
                     f"{list_some(differences or ['the order of tensors'], 10, chr(10) + '  ')}\n"
                     f"Build the same module on every rank: its code must not depend on the rank. {_IN_INIT}"
                 )
