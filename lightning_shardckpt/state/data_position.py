@@ -158,8 +158,7 @@ def resume_loader(loader: Any, position: LoaderPosition | None, *, batches: int 
         batches: of its epoch that were used; None if the next epoch begins.
         same_ranks: whether this rank has the data of the rank that saved; else no random or other state fits.
 
-    Returns:
-        Whether the data goes on exactly. The order of the next epoch depends only on a state of the loader.
+    Returns whether the data goes on exactly. The order of the next epoch depends only on a state of the loader.
     """
     progress = progress_of(loader)
     if progress is None:

@@ -246,8 +246,7 @@ class LoadedModules:
         Load hooks may use whole parameters. Collective: every rank that has a part of them must call it.
 
         Args:
-            state_dict: the result of ``state_dict``, as on_load_checkpoint hooks left it; a full tensor may replace a
-                sharded one.
+            state_dict: as on_load_checkpoint hooks left the one of this class; full tensors may replace sharded ones.
             strict: whether differences, which are returned, are errors.
             keep_parameters: whether to refuse load hooks that replace parameters.
 

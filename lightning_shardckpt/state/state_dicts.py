@@ -20,12 +20,9 @@ METADATA = "_metadata"
 _FIRST = {"version": 1}
 KEYS = "shardckpt_keys"
 """Key of the places of objects in trainer state: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
-
-RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
-
+_RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and list indices from the outermost dict to a value."""
-
 VERSION = "pytorch-lightning_version"
 """Key of a Trainer's checkpoint, which a state of Fabric does not have."""
 NOTHING = object()
@@ -155,7 +152,7 @@ def lightning_dict(
     Raises:
         StateError: if a key of the state is reserved, or two modules have an entry of the same name.
     """
-    if reserved := rest.keys() & {*RESERVED}:
+    if reserved := rest.keys() & {*_RESERVED}:
         raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     prefixes, checkpoint = prefixes_of(modules), dict(rest)
     if modules:

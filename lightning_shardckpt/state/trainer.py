@@ -64,9 +64,8 @@ def snapshot(
 
     Args:
         checkpoint: the result of Lightning's ``dump_checkpoint``.
-        module: the live module, which tells buffers and ties.
+        module: the live module, which tells buffers and ties; ``whole``, the names over all pipeline stages.
         rank_state: state of this rank alone.
-        whole: names of the model over all pipeline stages.
         adapters_only: leave out the parameters of ``module`` that training does not change.
         pickle_objects: pickle objects that JSON cannot hold; None if the caller has no such option.
 
