@@ -208,7 +208,9 @@ def shard(
         shared = stages.shared_parameters(after, names)
     _follow_parameters(root, current)
     reduce_dtype = recipe.reduce_dtype
-    gradients = GradientSync(root, meshes, device, partial=partial_names, reduce_dtype=reduce_dtype, shared=shared)
+    gradients = GradientSync(
+        root, meshes, device, partial_names=partial_names, reduce_dtype=reduce_dtype, shared=shared
+    )
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), topology.world_size // topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
@@ -238,7 +240,7 @@ def _parallelize(
     topology, fsdp, plan = meshes.topology, recipe.fsdp, TensorPlan()
     if topology.tensor > 1:
         plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, topology.tensor)
-        apply_plan(root, plan, meshes.tensor)
+        apply_plan(root, plan, meshes.root["tensor"])
         _retie(root, ties)
     elif recipe.tensor_parallel_plan != "auto":  # a mistake must not wait for the run on more ranks
         resolve_plan(root, recipe.tensor_parallel_plan, ties, 1)

@@ -14,7 +14,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import ref
@@ -45,7 +45,7 @@ from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP, reshard
-from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
+from lightning_shardckpt.parallel.sharding.mesh import Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, broadcast_statistics
 from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers, share_rng
 from lightning_shardckpt.state.local_tensors import copy_slice
@@ -207,7 +207,7 @@ class MeshStrategy:
 
     @property
     def _sizes_by_axis(self) -> dict[str, int]:
-        return dict(zip(AXES, self.topology.shape, strict=True))
+        return asdict(self.topology)
 
     # --- processes ---
 

@@ -192,7 +192,7 @@ NAMED = [
     ("tp2", "HiddenGated", "net.layers.0 (Between) computes something else when it is sharded"),
     ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
-    ("tp2", "LoadsByAssignment", "got mixed torch.Tensor and DTensor"),
+    ("tp2", "LoadsByAssignment", "computes with a plain tensor beside a DTensor"),
     *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
 ]
 ELSEWHERE = [

@@ -29,19 +29,13 @@ from lightning_shardckpt.parallel.tensors.values import REMEDY
 
 @dataclass(slots=True)
 class BackwardPass:
-    """What a running backward has found, by the ids of sharded parameters.
+    """What a running backward has found, by the ids of sharded parameters."""
 
-    Attributes:
-        used: parameters of which this rank has a gradient.
-        filled: parameters that got zeros for a gradient that this rank does not have; whether they had one before.
-        rows: the reduced gradients of uses outside of units.
-        aside: parameters with hooks, their earlier gradients, and their hooks that torch must not call.
-    """
-
-    used: set[int] = field(default_factory=set)
-    filled: dict[int, bool] = field(default_factory=dict)
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)  # those of which this rank has a gradient
+    filled: dict[int, bool] = field(default_factory=dict)  # those that got zeros; whether they had a gradient before
+    rows: dict[int, Tensor] = field(default_factory=dict)  # the reduced gradients of uses outside of units
     aside: list[tuple[ShardedTensor, Tensor | None, dict[int, Any] | None]] = field(default_factory=list)
+    """Parameters with hooks, their earlier gradients, and their hooks that torch must not call."""
 
 
 class Passes:
@@ -50,11 +44,8 @@ class Passes:
     A hook of a parameter must get the reduced gradient of all batches, once; torch would call it for each of several
     reductions, or never. So the earlier gradient and the hooks of such a parameter are set aside until the end.
 
-    Args:
-        peers: the ranks of each axis that parameters are sharded or replicated over, the shard axis first.
-
     Attributes:
-        peers: as given.
+        peers: the ranks of each axis that parameters are sharded or replicated over, the shard axis first.
         units: each sharded parameter and the name of its unit, by id, in the same order on all ranks.
         on_end: functions that are called at the end of a backward, with whether it raised an error.
     """
@@ -73,7 +64,7 @@ class Passes:
         """Return the running backward; the first call in a backward begins it."""
         if self._backward is None:
             self._backward = BackwardPass()
-            for leaf in self._with_hooks():
+            for leaf in with_hooks(leaf for leaf, _ in self.units.values()):
                 self._backward.aside.append((leaf, leaf.grad, hooks := accumulation_hooks(leaf)))
                 leaf.grad = None
                 if hooks:
@@ -89,9 +80,6 @@ class Passes:
             backward.rows[id(leaf)] = rows if before is None else before.add_(rows)
             backward.used.add(id(leaf))
 
-    def _with_hooks(self) -> list[ShardedTensor]:
-        return with_hooks(leaf for leaf, _ in self.units.values())
-
     def _end_backward(self) -> None:
         """Compare the units that the ranks ran, remove gradients that no rank has computed, and call hooks.
 
@@ -101,7 +89,9 @@ class Passes:
         for end in self.on_end:
             end(False)
         aside = {id(leaf) for leaf, _, _ in backward.aside}
-        for leaf in self._with_hooks():  # a new one, which torch has called for a part of the gradient or not at all
+        for leaf in with_hooks(
+            leaf for leaf, _ in self.units.values()
+        ):  # a new one, which torch has called for a part of the gradient or not at all
             if id(leaf) not in aside or accumulation_hooks(leaf):
                 refuse(self.units[id(leaf)][1], "has a parameter that got a hook in a backward")
         unused = {number for number, had in backward.filled.items() if not had and number not in backward.used}

@@ -81,10 +81,9 @@ def clip_by_norm(
 
     Args:
         parameters: the parameters whose gradients are scaled.
-        max_norm: the largest norm afterwards.
+        max_norm: the largest norm afterwards, of the order ``norm_type``.
         device: the device of the result.
         ranks_of: returns the number of ranks that hold a parameter or a part of it; by default the world size.
-        norm_type: the order of the norm.
         error_if_nonfinite: whether to raise a RuntimeError, before anything is scaled, for an infinite norm or NaN.
     """
     gradients = _gradients(parameters)

@@ -1,8 +1,7 @@
 """Checks that ranks have equal batches, losses, draws and gradients, and that they run as many steps.
 
-They detect at little cost what would silently make training wrong, such as a replicated parameter whose gradient covers
-only a part of the heads. If a check of any group fails, every rank of the world raises an UnsupportedCodeError, unless
-the check says otherwise.
+Else training would silently be wrong. If a check of any group fails, every rank of the world raises an
+UnsupportedCodeError, unless the check says otherwise.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """
     if isinstance(loss, DTensor):
         raise UnsupportedCodeError(
-            f"the loss is a DTensor ({loss.placements}), of which each rank of a tensor-parallel group has a part: the "
-            "forward of a module that tensor_parallel_plan shards computes something from its own weight, and the loss "
-            "depends on it. Compute it outside of that forward, or leave the module out of the plan."
+            f"the loss is a DTensor ({loss.placements}), since it depends on what the forward of a module that "
+            "tensor_parallel_plan shards computes from its own weight. Compute that outside of the forward, or leave "
+            "the module out of the plan."
         )
     every = gather_numbers(loss.detach().double().sum(), group)
     spread = _SHORT_SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
@@ -89,9 +88,8 @@ def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
     every = gather_numbers(torch.tensor(batches, dtype=torch.float64), group)
     if any_rank(bool((every != every[0]).any())):
         raise UnsupportedCodeError(
-            f"data-parallel ranks have different numbers of batches, here {every.tolist()}: {_SAME_STEPS}. The sampler "
-            "that Lightning adds for predict repeats no sample, so some ranks may have one less than others: give the "
-            "loader a DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs)."
+            f"data-parallel ranks have different numbers of batches, here {every.tolist()}: {_SAME_STEPS}. Predict "
+            "needs a DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs)."
         )
 
 
@@ -110,7 +108,7 @@ def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def fingerprint(batch: Any) -> tuple[int, HostCopy | None]:
-    """Return a hash of a batch, and a copy in flight of the hash of its tensors on a GPU, for which nothing waits."""
+    """Return a hash of a batch, and a copy in flight of the hash of its tensors on a GPU."""
     marks, on_gpu = list[Any](), list[Tensor]()
     for item in _contents(batch):
         if isinstance(item, Tensor):
@@ -156,14 +154,11 @@ def _contents(tree: Any) -> Iterator[Any]:
         yield from tree.unbind() if tree.is_nested else [tree if tree.layout == torch.strided else tree.to_dense()]
     elif isinstance(tree, str | bytes | int | float | complex):
         yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _contents(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _contents(value)
     elif isinstance(tree, np.ndarray):
         yield tree.tobytes()
+    elif isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _contents(value)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from _contents(getattr(tree, field.name))

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_shardckpt.compat.torch_modules import has_compiled, parameter_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.backward_pass import Passes
 from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, named_modules, select_modules
-from lightning_shardckpt.parallel.sharding.fsdp_proxies import Call, FSDPProxy, ProxyModule
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import FSDPProxy, ProxyModule, run_within
 from lightning_shardckpt.parallel.tensors.gathered_weights import LAYERS
 from lightning_shardckpt.parallel.tensors.placement import Peers, sharding_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -66,7 +66,7 @@ def trunk_layers(root: nn.Module) -> list[str]:
         inside, children = any(name.startswith(f"{outer}.") for outer in trunks), list(module.children())
         if inside or not isinstance(module, nn.ModuleList | nn.Sequential) or not are_layers(children):
             continue
-        if all(_has_forward(child) and _has_parameters(child) for child in children):
+        if all(_has_forward(child) and any(True for _ in child.parameters()) for child in children):
             trunks[name] = (sum(p.numel() for p in module.parameters()), [names[child] for child in children])
     largest = max((size for size, _ in trunks.values()), default=0)
     return [layer for size, layers in trunks.values() if 2 * size >= largest for layer in layers]
@@ -75,14 +75,16 @@ def trunk_layers(root: nn.Module) -> list[str]:
 def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the FQNs of units that are freed between forward and backward, parents before children."""
     names = set(trunk_layers(root) if patterns is None else select_modules(root, patterns, "FSDP(units=…)"))
-    return [name for name, module in named_modules(root).items() if name in names and _has_parameters(module)]
+    return [
+        name for name, module in named_modules(root).items() if name in names and any(True for _ in module.parameters())
+    ]
 
 
 def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> dict[str, nn.Module]:
     """Return the modules that become units for parameters outside of ``units``, by FQN.
 
     These are the outermost modules without a unit inside, and modules around units that have parameters of their own;
-    ``root`` itself only if it is called, and not only its steps.
+    ``root`` itself only if it is called.
     """
     chosen, around = set(units), dict[str, nn.Module]()
 
@@ -117,37 +119,20 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
 # ── units, and torch's engine ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """The settings of a unit.
+    """The settings of a unit."""
 
-    Attributes:
-        name: the name of the module, for messages.
-        device: where its parameters are gathered.
-        reshard: whether torch's engine frees them between forward and backward.
-        is_rest: True if torch's engine may gather them together with other units', at the first forward of a step.
-        recompute: whether to recompute the activations in the backward (activation checkpointing).
-        inner: whether another unit has its parameters.
-        engine: torch's engine; None if this package gathers.
-    """
-
-    name: str
-    device: torch.device
-    reshard: bool = False
-    is_rest: bool = False
-    recompute: bool = False
-    inner: bool = False
-    engine: Engine | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        return self
+    name: str  # of the module, for messages
+    device: torch.device  # where its parameters are gathered
+    reshard: bool = False  # whether torch's engine frees them between forward and backward
+    is_rest: bool = False  # whether it may gather them together with other units', at the first forward of a step
+    recompute: bool = False  # whether the backward recomputes activations (activation checkpointing)
+    inner: bool = False  # whether another unit has its parameters
+    engine: Engine | None = None  # torch's; None if this package gathers
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -168,15 +153,11 @@ _SMALL = 1 / 16  # the largest share of a unit that torch gathers together with 
 
 
 class Engine:
-    """Torch's engine for one module.
+    """Torch's engine for one module, with units.
 
     Args:
-        module: the module, with units.
         mesh: the mesh that parameters are sharded over; two axes for HSDP.
-        device: where parameters are gathered.
         peers: the ranks of each axis of ``mesh`` with more than one, the shard axis first.
-        offload: whether the shards are in CPU memory.
-        reduce_dtype: the dtype in which gradients are reduced; None for the dtype of the parameters.
         autocast_dtype: the dtype of autocast in steps; None without autocast.
     """
 
@@ -197,9 +178,6 @@ class Engine:
         self._proxies, self._by_unit = list[FSDPProxy](), defaultdict[str, list[FSDPProxy]](list)
         self._root: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        return self
-
     def proxies_of(self, unit: str) -> Sequence[FSDPProxy]:
         """Return the proxies that gather the parameters of a unit, by its name."""
         self._prepare()
@@ -211,12 +189,11 @@ class Engine:
         self._passes.recover()
         for proxy in self._proxies:
             proxy.begin_step()
-        call = Call(lambda _: step())
-        self._root(None, call)
-        if not torch.is_grad_enabled():  # there is no backward that frees them
-            for proxy in self._proxies:
+        try:
+            _, result = run_within(self._root, None, lambda _: step())
+        finally:
+            for proxy in self._proxies if not torch.is_grad_enabled() else ():  # no backward frees them
                 proxy.free()
-        result = call.result()
         if not torch.is_grad_enabled():  # replicas may run other numbers of steps
             self._passes.compare(0, self._passes.peers[:1])
         return result
@@ -226,23 +203,16 @@ class Engine:
         if self._root is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for (_, reshard, _, cast_to), named in self._group_parameters().items():
-                proxy = FSDPProxy(
-                    self._passes,
-                    named,
-                    self._device,
-                    cast_to,
-                    self._reduce_dtype,
-                    mesh=self._mesh,
-                    reshard_after_forward=reshard,
-                    offload_policy=self._offload,
-                )
+            for (_, reshard, dtype, cast_to), named in self._group_parameters().items():
+                policy = MixedPrecisionPolicy(cast_to, self._reduce_dtype or dtype, cast_forward_inputs=False)
+                options = {"mesh": self._mesh, "reshard_after_forward": reshard, "offload_policy": self._offload}
+                proxy = FSDPProxy(self._passes, named, self._device, mp_policy=policy, **options)
                 self._proxies.append(proxy)
                 for name in dict.fromkeys(name for name, _ in named):
                     self._by_unit[name].append(proxy)
             del self._module
             self._root = fully_shard(ProxyModule(proxies=[proxy.module for proxy in self._proxies]), mesh=self._mesh)
-            self._root(None, Call(lambda _: None))  # the first forward makes it the root
+            run_within(self._root, None, lambda _: None)  # the first forward makes it the root
             self._passes.on_end.append(lambda failed: self._root.reset_iter_state() if failed else None)
 
     def _group_parameters(self) -> dict[Any, list[tuple[str, ShardedTensor]]]:
@@ -253,14 +223,13 @@ class Engine:
         the rest of a unit, as of norms.
         """
         units = {module: unit for module in self._module.modules() if (unit := unit_of(module)) is not None}
-        owned = {m: {id(p): p for own in own_modules(m) for p in parameter_slots(own).values()} for m in units}
-        inside = {id(own) for module in units for own in own_modules(module)}
-        counts = Counter(number for slots in owned.values() for number in slots)
-        counts.update(id(p) for m in self._module.modules() if id(m) not in inside for p in parameter_slots(m).values())
+        owners = {own: module for module in units for own in own_modules(module)}
+        uses = {(id(p), owners.get(m)) for m in self._module.modules() for p in parameter_slots(m).values()}
+        counts = Counter(number for number, _ in uses)
         groups, is_compiled = defaultdict[Any, list[tuple[str, ShardedTensor]]](list), has_compiled(self._module)
         for module, unit in units.items():
-            sharded: list[Any] = [leaf for leaf in owned[module].values() if isinstance(leaf, ShardedTensor)]
-            leaves = [leaf for leaf in sharded if leaf.is_floating_point() and leaf.numel()]
+            own: Any = {id(p): p for m in own_modules(module) for p in parameter_slots(m).values()}.values()
+            leaves = [p for p in own if isinstance(p, ShardedTensor) and p.is_floating_point() and p.numel()]
             cast = set() if is_compiled else _cast_by_autocast(module)
             alike = defaultdict[Any, list[ShardedTensor]](list)
             for leaf in leaves:

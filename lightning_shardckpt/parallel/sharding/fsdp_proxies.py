@@ -1,8 +1,8 @@
 """Proxy modules through which torch's ``fully_shard`` gathers the parameters of units.
 
-``fully_shard`` changes the class and the parameters of a module. The user's modules must stay as they are, so it is
-applied to proxies: a *proxy* registers the parameters of a unit, and runs the unit's forward within its own. Torch's
-hooks on the proxy gather, free and prefetch; the unit's modules get tensors over the gathered memory.
+``fully_shard`` changes the class and the parameters of a module. The user's must stay as they are, so it is applied to
+proxies: a *proxy* registers the parameters of a unit, and runs the unit's forward within its own. Torch's hooks on the
+proxy gather, free and prefetch; the unit's modules get tensors over the gathered memory.
 
 1. Before the forward of a proxy, torch gathers; after it, torch frees.
 2. Before the backward, torch gathers again, and prefetches the previous unit. It registers a hook for that on the
@@ -12,8 +12,7 @@ hooks on the proxy gather, free and prefetch; the unit's modules get tensors ove
    that it inserts before the inputs of the forward. The proxy's input is an empty tensor, the token, on which the whole
    parameters depend, so that this node runs after the nodes of all parameters.
 
-User code that torch's engine would run differently from a single process is refused; it runs in modules that
-``FSDP(ignored=…)`` leaves whole.
+User code that this would change is refused; it runs in modules that ``FSDP(ignored=…)`` leaves whole.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_shardckpt.compat.dtensor import local_tensor, rows_of
 from lightning_shardckpt.compat.torch_autograd import in_backward
@@ -76,24 +75,14 @@ class FSDPProxy:
     forwards of the step then depend on the token of the first one, so that torch reduces all gradients together.
 
     Args:
-        passes: records the forwards and backwards of all proxies.
         named: the parameters, each with the name of its unit; a shared one several times.
-        device: where parameters are gathered.
-        cast_to: the dtype of autocast to gather in, also an attribute; None for the dtype of the parameters.
-        reduce_dtype: the dtype in which gradients are reduced; None for the dtype of the parameters.
-        options: further arguments of ``fully_shard``.
+        options: of ``fully_shard``. A dtype for the parameters, also the attribute ``cast_to``, is that of autocast.
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        named: Sequence[tuple[str, ShardedTensor]],
-        device: torch.device,
-        cast_to: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        **options: Any,
+        self, passes: Passes, named: Sequence[tuple[str, ShardedTensor]], device: torch.device, **options: Any
     ) -> None:
-        self.cast_to, self._passes, self._device = cast_to, passes, device
+        self.cast_to, self._passes, self._device = options["mp_policy"].param_dtype, passes, device
         self._leaves = [*{id(leaf): leaf for _, leaf in named}.values()]
         names = {id(leaf): name for name, leaf in reversed(named)}  # the first of several units
         self._names = [names[id(leaf)] for leaf in self._leaves]
@@ -101,8 +90,7 @@ class FSDPProxy:
         self._items, self._dtype = [GatherItem.of(leaf) for leaf in self._leaves], self._leaves[0].dtype
         wholes = [item.wrap(torch.empty(item.shape, dtype=self._dtype, device="meta")) for item in self._items]
         module: Any = ProxyModule([nn.Parameter(w, p.requires_grad) for w, p in zip(wholes, self._leaves, strict=True)])
-        policy = MixedPrecisionPolicy(cast_to, reduce_dtype or self._dtype, cast_forward_inputs=False)
-        fully_shard(module, mp_policy=policy, **options)
+        fully_shard(module, **options)
         units = dict.fromkeys(name for name, _ in named)
         if device.type == "cpu":
             announced = _Announced(passes.peers[0], ", ".join(units))
@@ -212,18 +200,12 @@ class FSDPProxy:
 
     def _call_module(self, body: Callable[[Tensor], Any]) -> tuple[Any, bool]:
         """Run ``body`` with a token within torch's hooks; return its result, and whether torch expects a backward."""
-        call = Call(body)
         token = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
-        try:
-            with without_torch_function():  # for torch's hooks; `call` enables it for the forward
-                output = self.module(token, call)
-        except RuntimeError:
-            call.result()  # raises the forward's exception, which may have caused torch's
-            raise
+        output, result = run_within(self.module, token, body)
         has_backward = output is not None and output.hook is not None  # not while activations are recomputed
         if has_backward:
             self._torch_before_backward = output.hook
-        return call.result(), has_backward
+        return result, has_backward
 
     def _run_inside(
         self, numbers: Sequence[int], inputs: Any, body: Callable[[Gathered], Any], others: Gathered, token: Tensor
@@ -233,7 +215,10 @@ class FSDPProxy:
         before = [*map(storage_uses, storages)]
         if torch.is_grad_enabled():
             self._token, copies = token, uses_other_hooks()  # whose saved tensors may outlive torch's memory
-            self._free_before(inputs)
+            if not all(whole.requires_grad for whole in self._wholes):  # torch frees frozen ones late
+                tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+                if tensors and not any(tensor.is_leaf for tensor in tensors):
+                    register_multi_grad_hook(tensors, lambda _: self.free())
         seen = self._as_seen(numbers, token, copies=copies)
         references = [ref(gathered.whole) for gathered in seen.values()]
         outputs = body(others | seen)
@@ -261,7 +246,8 @@ class FSDPProxy:
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own):
             if not all(parameter.requires_grad for parameter in self._wholes):
                 token = token.detach().requires_grad_()  # a backward may need frozen ones after the others
-            exposed = _Expose.apply(self, tuple(numbers), copies, exposed, token, *own)  # type: ignore[no-untyped-call]
+            complete = partial(self._complete, numbers, copies)
+            exposed = _Expose.apply(complete, exposed, token, *own)  # type: ignore[no-untyped-call]  # torch's
         seen = Gathered()
         for n, whole, history in zip(numbers, wholes, exposed, strict=True):
             leaf, regather = self._leaves[n], partial(self._memory, n)
@@ -271,19 +257,11 @@ class FSDPProxy:
                 seen[id(leaf)] = GatheredByFSDP(as_gathered(history, leaf), regather, None)
         return seen
 
-    def _free_before(self, inputs: Any) -> None:
-        """Free frozen parameters when a backward has the gradients of the inputs; torch would at its end."""
-        if not all(whole.requires_grad for whole in self._wholes):
-            tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
-            if tensors and not any(tensor.is_leaf for tensor in tensors):
-                register_multi_grad_hook(tensors, lambda _: self.free())
-
     # --- backward ---
 
     def _before_backward(self, numbers: Sequence[int], gradient: Tensor | None, *, gathers: bool = True) -> None:
         """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any."""
-        if gradient is not None:  # not only other outputs of the node have one
-            refuse_batched(gradient)
+        refuse_batched(gradient)
         assert self._torch_before_backward is not None
         self.module.set_unshard_in_backward(gathers)
         with without_torch_function():
@@ -308,19 +286,13 @@ class FSDPProxy:
         for whole in self._wholes if failed else ():
             whole.grad = None
 
-    def complete(
-        self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
-    ) -> list[Tensor | None]:
-        """Return the gradients for torch to reduce, in a backward; zeros for a missing one, which others may have.
-
-        ``copies``: whether the forward got copies.
-        """
+    def _complete(self, numbers: Sequence[int], copies: bool, gradients: Sequence[Tensor | None]) -> list[Any]:
+        """Return the gradients for torch to reduce, in a backward; zeros for a missing one, which others may have."""
         if torch.is_grad_enabled():
             refuse(self._names[numbers[0]], "has parameters whose gradients are differentiated (create_graph=True)")
         for gradient in gradients:
             refuse_sparse(gradient)
-            if gradient is not None:
-                refuse_batched(gradient)
+            refuse_batched(gradient)
         if self._names[numbers[0]] not in self._entered:  # the backward came through no output of the unit
             self._before_backward(numbers, None, gathers=not copies)
         backward, completed = self._passes.begin_backward(), list[Tensor | None]()
@@ -344,56 +316,44 @@ class _Expose(torch.autograd.Function):
     """Returns tensors over the memory of torch's gathered parameters, or copies, or tensors without memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        proxy: FSDPProxy,
-        numbers: tuple[int, ...],
-        copies: bool,
-        exposed: Sequence[Tensor],
-        token: Tensor,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.proxy, ctx.numbers, ctx.copies = proxy, numbers, copies
+    def forward(ctx: Any, complete: Any, exposed: Sequence[Tensor], token: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.complete = complete
         setattr(ctx, GATHERED, True)
         ctx.set_materialize_grads(False)
-        frozen = [tensor for tensor, p in zip(exposed, parameters, strict=True) if not p.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        ctx.mark_non_differentiable(*(tensor for tensor, p in zip(exposed, own, strict=True) if not p.requires_grad))
         return tuple(exposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        own = [gradient_or_none(gradient) for gradient in gradients]
-        return None, None, None, None, None, *ctx.proxy.complete(ctx.numbers, own, copies=ctx.copies)
+        return None, None, None, *ctx.complete([gradient_or_none(gradient) for gradient in gradients])
 
 
 # ── proxy modules, and their collectives on CPUs ──────────────────────────────────────────────────────────────────────
 
 
-class Call:
-    """A function that a module's forward runs. torch's hooks see neither its result nor its exception."""
+def run_within(module: nn.Module, token: Tensor | None, body: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Run ``body(token)`` in the forward of a `ProxyModule`; return the module's output, and the result.
 
-    def __init__(self, body: Callable[[Any], Any]) -> None:
-        self._body: Any = body
-        self._value: Any = None
-        self._error: BaseException | None = None
+    torch's hooks see neither the result nor an exception.
+    """
+    results, errors = list[Any](), list[BaseException]()
 
-    def run(self, argument: Any) -> None:
+    def run(argument: Any) -> None:
         try:
             with with_torch_function():
-                self._value = self._body(argument)
-        except BaseException as error:  # raised by `result`
-            self._error = error
-        self._body = None
+                results.append(body(argument))
+        except BaseException as error:
+            errors.append(error)
 
-    def result(self) -> Any:
-        """Return the function's result, or raise its exception; only once."""
-        value, self._value = self._value, None
-        try:
-            if self._error is not None:
-                raise self._error
-            return value
-        finally:
-            self._error = None  # its traceback has this frame: what it holds would live until a collection of garbage
+    try:
+        with without_torch_function():
+            output = module(token, run)
+    except RuntimeError:
+        if not errors:  # which may have caused it
+            raise
+    if errors:
+        raise errors.pop()  # its traceback has this frame: what that held would live until a collection of garbage
+    return output, results.pop()
 
 
 class ProxyModule(nn.Module):
@@ -405,8 +365,8 @@ class ProxyModule(nn.Module):
         for n, parameter in enumerate(parameters):
             self.register_parameter(str(n), parameter)
 
-    def forward(self, token: Tensor | None, call: Call) -> Any:
-        call.run(token)
+    def forward(self, token: Tensor | None, run: Callable[[Any], None]) -> Any:
+        run(token)
         if token is None or not torch.is_grad_enabled():
             return None
         output = torch.empty(0, device=token.device, requires_grad=True)
@@ -438,12 +398,7 @@ class _Announced:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any = None,
-        async_op: Any = None,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *, op: Any = None, **options: Any
     ) -> None:
         if op is None:
             self.peers.enter(self.units)

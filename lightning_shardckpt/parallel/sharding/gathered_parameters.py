@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar, Self
@@ -42,9 +42,7 @@ class _StandsForLeaf:
     @property
     def grad(self) -> Tensor | None:
         """The gradient of the parameter, from earlier backward passes."""
-        if "_compiled" in self.__dict__:
-            return None
-        return leaf_of(self).grad  # type: ignore[no-any-return]  # of a Tensor
+        return None if "_compiled" in self.__dict__ else leaf_of(self).grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -202,8 +200,7 @@ class _Outlives(_StandsForLeaf):
     def __hash__(self) -> int:
         raise UnsupportedCodeError(
             f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is "
-            "used as a key, in a set or in an optimizer: there it would be another tensor than the module's. Take it "
-            "from the module (module.weight)."
+            "used as a key, in a set or in an optimizer. Take it from the module there (module.weight)."
         )
 
 
@@ -218,27 +215,20 @@ class OutlivingPart(_Outlives, DTensor):
 
 
 TAKES_PRECEDENCE.update((OutlivingCopy, OutlivingPart))
-_AFTER_FORWARD: dict[type, type] = {
+AFTER_FORWARD: dict[type, type] = {
     GatheredCopy: OutlivingCopy,
     GatheredPart: OutlivingPart,
     PartInForward: ShardedTensor,
 }
-_IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
+IN_FORWARD = {after: within for within, after in AFTER_FORWARD.items()}
 
 
-def enter_forward(wholes: Sequence[Tensor]) -> None:
-    """Let functions of parameters run on what this rank has gathered, or on its part."""
+def switch_classes(wholes: Sequence[Tensor], classes: dict[type, type]) -> None:
+    """Let functions run on gathered parameters (`IN_FORWARD`), or on the sharded ones instead (`AFTER_FORWARD`)."""
     for whole in wholes:
-        if type(whole) in _IN_FORWARD:
-            whole.__class__ = _IN_FORWARD[type(whole)]
+        if type(whole) in classes:
+            whole.__class__ = classes[type(whole)]
         whole.__dict__.pop("_touched", None)
-
-
-def leave_forward(wholes: Sequence[Tensor]) -> None:
-    """Let functions of gathered parameters run on the sharded ones from now on."""
-    for whole in wholes:
-        if type(whole) in _AFTER_FORWARD:
-            whole.__class__ = _AFTER_FORWARD[type(whole)]
 
 
 def resolve_outliving(value: Any) -> Any:
@@ -294,9 +284,8 @@ class KeptGathers:
             if isinstance(gradient, DTensor) and not isinstance(whole, DTensor):  # a backward has reduced it already
                 raise UnsupportedCodeError(
                     "a custom autograd function of a layer runs a module in its backward, and returns gradients for "
-                    f"parameters that were its arguments, here of {describe(leaf_of(whole))}. In a pipeline they would "
-                    "be reduced twice. Don't pass the parameters, and call torch.autograd.backward, or use "
-                    "torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint)."
+                    f"parameters that were its arguments, here of {describe(leaf_of(whole))}, which a pipeline reduces "
+                    "twice. Don't pass the parameters, and call torch.autograd.backward, or use torch.utils.checkpoint."
                 )
             wholes.append(whole)
             gradients.append(absent_gradient(whole) if gradient is None else gradient)
@@ -311,12 +300,6 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
     if type(whole) in (Tensor, DTensor):
         whole.__class__ = GatheredCopy if type(whole) is Tensor else GatheredPart
     return whole
-
-
-def hide_gradients(wholes: Iterable[Tensor]) -> None:
-    """Make ``grad`` of gathered parameters None: torch.compile reads it, and can't trace a sharded gradient."""
-    for whole in wholes:
-        whole.__dict__["_compiled"] = True
 
 
 def values_of(whole: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ class _LocalGradient(Tensor):
         if handler_of(func) is not run_plain and name_of(func) not in ("zero_", "_foreach_zero_"):
             raise UnsupportedCodeError(
                 f"{name_of(func)} of the gradient of a replicated parameter, which has the batches of this rank alone, "
-                "in a backward or while gradients accumulate. Use it in on_before_optimizer_step, in a hook of the "
-                "parameter (register_hook), or train with data_parallel_shard_size greater than 1."
+                "in a backward or while gradients accumulate. Use it in on_before_optimizer_step, or in a hook of the "
+                "parameter (register_hook)."
             )
         return run_plain(func, args, kwargs or {})
 
@@ -100,31 +100,25 @@ _BUFFER_BYTES = 25 << 20  # as in DistributedDataParallel
 
 @torch.no_grad()
 def _reduce_together(
-    parameters: Iterable[nn.Parameter],
-    reduction: Reduction,
-    is_changed: Callable[[nn.Parameter], bool],
-    device: torch.device,
-    *,
-    asks_host: bool = False,
+    parameters: Iterable[nn.Parameter], reduction: Reduction, changed: Collection[int] | None, device: torch.device
 ) -> None:
     """Reduce the gradients of trained parameters on ``device``, many in one buffer.
 
     A gradient that no rank has changed stays as it is, even if None; one that only other ranks have is created.
-
-    ``is_changed`` tells whether this rank contributes to a gradient. With ``asks_host``, the ranks exchange that over
-    gloo, where they usually differ in it: else a host that does not contribute to all waits for its device.
+    ``changed`` has the ids of parameters to whose gradients this rank contributes. If it is None, to those that exist;
+    since ranks usually differ in these, they tell one another over gloo, and no host waits for its device.
 
     Collective: every rank of the group must call it, with the same parameters in the same order.
     """
     for alike in _buffers(parameter for parameter in parameters if parameter.requires_grad):
-        marks = [float(is_changed(parameter)) for parameter in alike]
+        marks = [float(p.grad is not None and (changed is None or id(p) in changed)) for p in alike]
         with without_torch_function():
             pieces = [
                 local_tensor(torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1) for p in alike
             ]
             flat = torch.cat([*pieces, on_device(marks, alike[0].dtype, alike[0].device)]).to(device)
         *sums, anywhere = torch.split(reduction.total(flat), [*map(len, pieces), len(marks)])
-        if asks_host:
+        if changed is None:
             anywhere = gather_numbers(torch.tensor(marks), reduction.group).sum(0)
         exist = marks if all(marks) else (anywhere != 0).tolist()
         for parameter, exists, total in zip(alike, exist, sums, strict=True):
@@ -153,9 +147,8 @@ def _buffers(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 # ── the gradients of a module ───────────────────────────────────────────────────────────────────────────────────────
 
 
-_reductions: MutableMapping[Tensor, list[Reduction]] = WeakIdKeyDictionary()
-"""The reductions of a parameter's gradients, one after the other: over tensor-parallel ranks, over replicas."""
-_handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
+_reductions: MutableMapping[Tensor, list[Reduction]] = WeakIdKeyDictionary()  # one after the other
+_handles: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 """The hooks of `GradientSync` on a parameter; another instance that takes it over removes them."""
 
 
@@ -163,8 +156,7 @@ class GradientSync:
     """Synchronizes the gradients of one sharded module on a device; one instance lives as long as its parameters.
 
     Args:
-        partial: names of plain parameters whose gradients are partial sums over the tensor axis.
-        reduce_dtype: the dtype of the sums, as of `Reduction`.
+        partial_names: names of plain parameters whose gradients are partial sums over the tensor axis.
         shared: parameters on several pipeline stages, with the group of their ranks, in the same order on all ranks.
 
     Attributes:
@@ -180,7 +172,7 @@ class GradientSync:
         meshes: Meshes,
         device: torch.device,
         *,
-        partial: Collection[str] = (),
+        partial_names: Collection[str] = (),
         reduce_dtype: torch.dtype | None = None,
         shared: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
     ) -> None:
@@ -200,9 +192,10 @@ class GradientSync:
         for name, parameter in root.named_parameters():
             if isinstance(parameter, ShardedTensor):
                 if sharding_of(parameter).batches == 1 and not self._is_pipelined and _is_trainable(parameter):
-                    _keep_part(parameter)
+                    parameter.__dict__[PART] = True  # it computes by itself in forwards
+                    _hook(parameter, partial(reduce_part, parameter.placements, describe(parameter)))
             elif id(parameter) not in managed:
-                group = self._tensor_group if name in partial else None
+                group = self._tensor_group if name in partial_names else None
                 self._reduce_later(parameter, [] if group is None else [Reduction(group, 1, reduce_dtype)])
         _watch_for_new_parameters(root, self._adopt)
 
@@ -220,13 +213,7 @@ class GradientSync:
         self._replicated.append(parameter)
         for handle in _handles.pop(parameter, ()):
             handle.remove()
-        leaf: Any = parameter  # its hooks are untyped
-        with _trained(leaf):
-            before = leaf.register_hook(partial(self._on_gradient, ref(parameter), sums))
-            after = leaf.register_post_accumulate_grad_hook(self._accumulated)
-        _put_first(gradient_hooks(leaf), before)
-        _put_first(accumulation_hooks(leaf), after)
-        _handles[parameter] = before, after
+        _handles[parameter] = _hook(parameter, partial(self._on_gradient, ref(parameter), sums), self._accumulated)
 
     def _on_gradient(self, reference: ref[nn.Parameter], sums: Sequence[Reduction], gradient: Tensor) -> Tensor:
         parameter: Any = reference()
@@ -253,9 +240,7 @@ class GradientSync:
         """Reduce the gradients that any rank has changed. Collective: every data-parallel rank must call it."""
         if self._mean is not None and not self.is_blocked:
             changed, self._changed = self._changed, set()
-            _reduce_together(
-                self._replicated, self._mean, lambda p: id(p) in changed and p.grad is not None, self._device
-            )
+            _reduce_together(self._replicated, self._mean, changed, self._device)
 
     # --- parameters that the module gets later ---
 
@@ -329,7 +314,7 @@ class GradientSync:
         self._reduce_replicated()
         for group in dict.fromkeys(group for _, group in self._shared):
             shared, reduction = [p for p, of in self._shared if of is group], Reduction(group, 1, self._dtype)
-            _reduce_together(shared, reduction, lambda p: p.grad is not None, self._device, asks_host=True)
+            _reduce_together(shared, reduction, None, self._device)
         for parameter, before in self.set_aside.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -337,29 +322,11 @@ class GradientSync:
         self._check()
 
 
-def _keep_part(leaf: Any) -> None:
-    """Let a parameter that only a tensor-parallel plan shards compute by itself in forwards."""
-    leaf.__dict__[PART] = True
-    with _trained(leaf), without_torch_function():
-        handle = leaf.register_hook(partial(reduce_part, leaf.placements, describe(leaf)))
-    _put_first(gradient_hooks(leaf), handle)
-
-
 def average_gradients_of_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     """Reduce the gradients of a deep copy as those of the original, immediately: other ranks may have no copy."""
     if parameter in _reductions:
-        with _trained(copied):
-            copied.register_hook(partial(_reduce_now, _reductions[parameter]))  # type: ignore[no-untyped-call]  # torch's
+        _hook(copied, partial(_reduce_now, _reductions[parameter]))
         _reductions[copied] = _reductions[parameter]
-
-
-@contextmanager
-def _trained(leaf: Any) -> Iterator[None]:
-    """Inside, a leaf takes hooks: a frozen one may be trained later."""
-    before = leaf.requires_grad
-    leaf.requires_grad_(True)
-    yield
-    leaf.requires_grad_(before)
 
 
 def _is_trainable(parameter: Tensor) -> bool:
@@ -367,19 +334,24 @@ def _is_trainable(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-def _put_first(hooks: dict[int, Any] | None, handle: RemovableHandle) -> None:
-    """Call a registered hook before the user's, so that these get its result."""
-    assert hooks is not None  # one was registered
-    own, others = hooks.pop(handle.id), dict(hooks)
-    hooks.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
-    hooks.update({handle.id: own, **others})
+def _hook(leaf: Any, *hooks: Callable[[Tensor], Any]) -> list[RemovableHandle]:
+    """Register a gradient hook, and one for after its accumulation, before the user's, which get their results."""
+    before = leaf.requires_grad  # a frozen leaf may be trained later
+    with without_torch_function():
+        leaf.requires_grad_(True)
+        registers = leaf.register_hook, leaf.register_post_accumulate_grad_hook
+        handles = [register(hook) for register, hook in zip(registers, hooks, strict=False)]
+        leaf.requires_grad_(before)
+    for registered, handle in zip((gradient_hooks(leaf), accumulation_hooks(leaf)), handles, strict=False):
+        assert registered is not None
+        own, others = registered.pop(handle.id), dict(registered)
+        registered.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
+        registered.update({handle.id: own, **others})
+    return handles
 
 
 def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:
-    """Call ``adopt`` with the plain parameters that modules inside ``root`` get from now on, such as an added head.
-
-    Ends with the object of the method.
-    """
+    """Call the method ``adopt`` with the plain parameters that modules inside ``root`` get, while its object lives."""
     watched, method = WeakSet(root.modules()), WeakMethod(adopt)
 
     def on_change(module: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -20,16 +20,12 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The size of each mesh axis."""
+    """The size of each mesh axis, in the order of `AXES`."""
 
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.pipeline, self.replicate, self.shard, self.tensor)
 
     @property
     def data_parallel(self) -> int:
@@ -67,20 +63,12 @@ def resolve_topology(
 
 @dataclass(frozen=True)  # no slots: groups are looked up once
 class Meshes:
-    """The process groups of one topology.
-
-    Attributes:
-        topology: the sizes of the axes.
-        root: the mesh with the axes pipeline, replicate, shard, tensor.
-        user: a mesh with the axes data_parallel and tensor_parallel, named as in Lightning's ModelParallelStrategy. It
-            is no slice of ``root``: slicing a flattened axis is deprecated in torch 2.13.
-        timeout_s: the timeout of the collectives of training.
-    """
+    """The process groups of one topology."""
 
     topology: Topology
-    root: DeviceMesh
-    user: DeviceMesh
-    timeout_s: float
+    root: DeviceMesh  # with the axes pipeline, replicate, shard, tensor
+    user: DeviceMesh  # data_parallel, tensor_parallel; no slice of `root`: torch 2.13 deprecates it for flattened axes
+    timeout_s: float  # of the collectives of training
 
     def __deepcopy__(self, memo: dict[int, object]) -> Meshes:
         """Return itself, so that a module can be copied: process groups can't."""
@@ -90,10 +78,6 @@ class Meshes:
     def fsdp(self) -> DeviceMesh:
         """The mesh of the data axes: two axes for HSDP, else one, which may have the size 1."""
         return self.root["replicate", "shard"] if self.topology.replicate > 1 else self.root["shard"]
-
-    @cached_property
-    def tensor(self) -> DeviceMesh:
-        return self.root["tensor"]
 
     @cached_property
     def data_parallel_group(self) -> dist.ProcessGroup:
@@ -144,7 +128,7 @@ def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_T
     if not any_rank(kept is None):  # a rank may have ended with an error alone
         assert kept is not None
         return kept
-    root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
+    root = init_device_mesh(device_type, astuple(topology), mesh_dim_names=AXES)
     build_peers(root, min(timeout_s, READ_TIMEOUT_S))
     plain = (topology.pipeline, topology.data_parallel, topology.tensor)
     named = init_device_mesh(device_type, plain, mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"))

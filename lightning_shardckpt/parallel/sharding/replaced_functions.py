@@ -28,8 +28,9 @@ _restore: list[Callable[[], None]] = []
 def replace_functions() -> None:
     """Replace functions until `restore_functions`; does nothing if they are replaced already."""
     if not _restore:
-        gather: Any = lambda function, args: gather_arguments(function, tuple(map(resolve_outliving, args)))  # noqa: E731
-        _restore.append(change_arguments(gather))  # of autograd.Function.apply
+        _restore.append(
+            change_arguments(lambda kind, args: gather_arguments(kind, tuple(map(resolve_outliving, args))))
+        )
         _restore.append(check_unused_inputs(refuse_unused_copies))  # of torch.autograd.grad in a backward
         _restore.append(on_deepcopy(average_gradients_of_copy))  # as those of the original
         _restore.append(on_node_hook(refuse_node_hook))
@@ -47,26 +48,20 @@ _OWNERS = ("torch.distributed.", "torch.utils.", "lightning_shardckpt.", "lightn
 _LIKE_USERS = "torch.distributed.optim."  # steps optimizers in a backward
 
 
-def module_of(hook: Any) -> str:
-    """Return the name of the Python module that defines a function."""
-    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
-
-
-def is_of_user(hook: Any) -> bool:
-    """Return whether a gradient hook is the user's."""
-    module = module_of(hook)
-    return not module.startswith(_OWNERS) or module.startswith(_LIKE_USERS)
+def is_of_user(hook: Any, owners: tuple[str, ...] = _OWNERS) -> bool:
+    """Return whether a gradient hook is the user's: defined in other Python modules than those of ``owners``."""
+    module = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
+    return not module.startswith(owners) or module.startswith(_LIKE_USERS)
 
 
 def refuse_node_hook(hook: Any) -> None:
     """Raise for a hook of the user on a node of autograd's graph, which gets the gradient of a part of the batch."""
-    module = module_of(hook)
-    if not module.startswith(("torch.", "lightning_shardckpt.")) or module.startswith(_LIKE_USERS):
+    if is_of_user(hook, ("torch.", "lightning_shardckpt.")):
         raise UnsupportedCodeError(
             f"the hook {getattr(hook, '__qualname__', hook)} is registered on a node of autograd's graph, as grad_fn, "
-            "get_gradient_edge or torch.distributed.optim give them. There it would get the gradient of one rank's "
-            "part. Register it on the tensor or parameter (register_hook, register_post_accumulate_grad_hook) or the "
-            "module (register_full_backward_hook), or change gradients in on_before_optimizer_step."
+            "get_gradient_edge or torch.distributed.optim give them. Register it on the tensor or parameter "
+            "(register_hook, register_post_accumulate_grad_hook) or the module (register_full_backward_hook), or "
+            "change gradients in on_before_optimizer_step."
         )
 
 

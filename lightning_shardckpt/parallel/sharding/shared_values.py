@@ -68,9 +68,11 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
 
     Collective: every rank of ``group`` must call it.
     """
+    if group.size() == 1:
+        return
     norms = [m for _, m in walk_modules(root) if isinstance(m, NormWithStatistics) and m.training]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if group.size() == 1 or not statistics:
+    if not statistics:
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
     dist.broadcast(flat, group=group, group_src=0)
@@ -86,8 +88,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        tensor = tensor.detach().contiguous()
+        ctx.group, tensor = group, tensor.detach().contiguous()
         parts = tensor.new_empty(group.size(), *tensor.shape)
         all_gather_single(parts, tensor, group=group)
         return parts
@@ -118,8 +119,7 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: 
         shapes = {tuple(numbers[1 : 1 + numbers[0]]): None for numbers in gather_numbers(own, group).tolist()}
         if len(shapes) > 1:
             raise UnsupportedCodeError(
-                f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, shapes))}. The samples of "
-                "the last batch may be divided unevenly: set drop_last=True in the DataLoader, or gather tensors that "
-                "have the same shape on all ranks"
+                f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, shapes))}. For the last "
+                "batch, set drop_last=True in the DataLoader, or gather tensors of the same shape"
             )
         return _AllGather.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]  # torch's

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
@@ -69,17 +70,11 @@ _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatc
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The style of each module, by clean FQN.
+    """The style of each module, by clean FQN."""
 
-    Attributes:
-        styles: the styles of sharded modules.
-        partial: replicated modules whose gradients are partial sums over the tensor axis.
-        apply: the user's function of (module, tensor mesh), in place of ``styles``.
-    """
-
-    styles: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
-    apply: Callable[..., Any] | None = None
+    styles: Mapping[str, ParallelStyle] = field(default_factory=dict)  # of sharded modules
+    partial: frozenset[str] = frozenset()  # replicated modules whose gradients are partial sums over the tensor axis
+    apply: Callable[..., Any] | None = None  # the user's function of (module, tensor mesh), in place of `styles`
 
 
 def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) -> TensorPlan:
@@ -123,30 +118,23 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard the modules of ``root``. Weights must be equal on all ranks, or on the meta device."""
     if plan.apply is not None:
         plan.apply(root, mesh)
-    modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()  # the ids of the hooks of torch and ours
+    modules, first = named_modules(root), RemovableHandle.next_id
     for fqn, style in plan.styles.items():
-        module = modules[fqn]
-        before = result_hooks(module) | argument_hooks(module)
         try:
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
         except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
-            raise _unfit(fqn, style, module, error) from error
-        hooks[module] = (result_hooks(module) | argument_hooks(module)) - before
+            raise _unfit(fqn, style, modules[fqn], error) from error
     for module in root.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            handle = module.register_forward_hook(_refuse_second_derivatives)
-            hooks[module] = hooks.get(module, frozenset()) | {handle.id}
+            module.register_forward_hook(_refuse_second_derivatives)
     refuse_compiled(root, "", {id(p) for p in root.parameters() if isinstance(p, DTensor)})
-    _watch_plan(root, plan.styles, hooks, mesh)
+    _watch_plan(root, plan.styles, range(first, RemovableHandle.next_id), mesh)
 
 
 def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outside: bool = False) -> None:
-    """Check that no module is compiled that has parameters sharded by a plan, by their ids.
+    """Raise a TopologyError if a module is compiled that has parameters with the ids ``planned``, which a plan shards.
 
     ``name`` is the FQN of ``root``; with ``from_outside``, compiled code calls it.
-
-    Raises:
-        TopologyError: naming the module.
     """
     for inner, module in root.named_modules():
         compiled = is_compiled(module) or compiled_from(module) is not None
@@ -154,8 +142,7 @@ def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outsi
             fqn = clean_fqn(".".join(filter(None, (name, inner))))
             raise TopologyError(
                 f"{fqn or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch cannot compile "
-                "its collectives. Compile modules that the plan leaves whole, or train without torch.compile or "
-                "without tensor parallelism."
+                "its collectives. Compile modules that the plan leaves whole, or train without torch.compile."
             )
 
 
@@ -165,9 +152,8 @@ def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> Non
     def check(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             raise UnsupportedCodeError(
-                f"a backward with create_graph=True went through {type(module).__name__}, which tensor_parallel_plan "
-                "shards: torch's DTensor loses parts of second derivatives. Leave its module out of "
-                "tensor_parallel_plan, or train without tensor parallelism."
+                f"a backward with create_graph=True went through {type(module).__name__}: torch's DTensor loses parts "
+                "of second derivatives. Leave its module out of tensor_parallel_plan."
             )
 
     for value in output if isinstance(output, tuple | list) else (output,):
@@ -257,8 +243,7 @@ def _styles_inside_adapters(
 ) -> dict[str, ParallelStyle]:
     """Replace the styles of PEFT's wrappers by styles of the modules inside; a module's own style has precedence.
 
-    Raises:
-        TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
+    Raises a TopologyError for wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
     """
     inside, unfit = dict[str, ParallelStyle](), list[str]()
     for fqn, style in styles.items():
@@ -315,10 +300,9 @@ class _SharedDropout(ParallelStyle):
 # ── the check of a plan ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Between a column-wise and a row-wise layer, each rank has a part of the columns, as a plain tensor. Code that treats
-# each column on its own is right there; a norm, a softmax, a chunk or the width of the part is not. So the first call
-# of one block of each kind is compared with a copy of the block that is not sharded, and hooks of the user that would
-# get a part are refused.
+# Between a column-wise and a row-wise layer, each rank has a part of the columns, as a plain tensor. Code that does not
+# treat each column on its own is wrong there, such as a norm. So the first call of one block of each kind is compared
+# with a copy of the block that is not sharded, and hooks of the user that would get a part are refused.
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; more than sums in another order differ
 
@@ -333,21 +317,19 @@ def _takes_parts(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1)
 
 
-def _watch_plan(
-    root: nn.Module, styles: Mapping[str, ParallelStyle], hooks: Mapping[nn.Module, frozenset[int]], mesh: DeviceMesh
-) -> None:
-    """Register checks of a plan, which run when modules are called; ``hooks`` has the ids of all but the user's."""
+def _watch_plan(root: nn.Module, styles: Mapping[str, ParallelStyle], hooks: range, mesh: DeviceMesh) -> None:
+    """Register checks of a plan, which run when modules are called; ``hooks``: the ids of those of torch and ours."""
     modules = named_modules(root)
     for fqn, style in styles.items():
         if _makes_parts(style) or _takes_parts(style):
-            check = partial(_refuse_hooks, fqn, hooks.get(modules[fqn], frozenset()), _makes_parts(style))
+            check = partial(_refuse_hooks, fqn, hooks, _makes_parts(style))
             modules[fqn].register_forward_pre_hook(check, prepend=True)
     kinds: dict[Any, str] = {}
     for name, inside in _blocks(modules, styles).items():
         kinds.setdefault((type(modules[name]), inside), name)
     for name in kinds.values():
-        comparison = _Comparison(name, ref(modules[name]), root, hooks, mesh.get_group())
-        modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
+        comparison = _Comparison(name, ref(modules[name]), ref(root), hooks, mesh.get_group())
+        comparison.handle = modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
 
 
 def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
@@ -365,9 +347,9 @@ def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle
     return blocks
 
 
-def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Module, args: Any) -> None:
+def _refuse_hooks(fqn: str, of_plan: range, makes: bool, module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a sharded module: refuse hooks of the user that would get a part of an activation."""
-    others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
+    others = (result_hooks(module) if makes else argument_hooks(module)).difference(of_plan)
     if (makes and others) or len(others) > 1:  # this hook itself gets arguments
         raise UnsupportedCodeError(
             f"a hook on {fqn}, which tensor_parallel_plan shards, would get the part of its "
@@ -385,10 +367,11 @@ class _Comparison:
 
     name: str
     block: ref[nn.Module]
-    root: nn.Module
-    hooks: Mapping[nn.Module, frozenset[int]]
+    root: ref[nn.Module]
+    hooks: range
     group: dist.ProcessGroup
-    found: str | None = None
+    handle: RemovableHandle | None = None
+    found: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Comparison:
         return self
@@ -396,18 +379,20 @@ class _Comparison:
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if block is not self.block():  # a deep copy of a block has this hook, too
             return
-        if self.found is None:
+        if not self.found:
             difference = self._compare(block, args, kwargs)
-            is_found = any_rank(bool(difference), self.group)
-            self.found = (difference or "another rank found a difference") if is_found else ""
-        if self.found:
-            raise TopologyError(
-                f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
-                f"sharded: {self.found}. Between its column-wise and row-wise layers a rank has a part of the columns, "
-                "so a norm, a softmax, a chunk, or the number of columns is not the value of the whole. Give the "
-                'column-wise layers in it the style "colwise_gather_output" and the row-wise ones '
-                '"rowwise_split_input", or leave them out of tensor_parallel_plan.'
-            )
+            if not any_rank(bool(difference), self.group):
+                assert self.handle is not None
+                self.handle.remove()
+                return
+            self.found = difference or "another rank found a difference"
+        raise TopologyError(
+            f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is sharded: "
+            f"{self.found}. Between its column-wise and row-wise layers a rank has a part of the columns, so a norm, a "
+            "softmax, a chunk, or the number of columns is not the value of the whole. Give the column-wise layers in "
+            'it the style "colwise_gather_output" and the row-wise ones "rowwise_split_input", or leave them out of '
+            "tensor_parallel_plan."
+        )
 
     @torch.no_grad()
     @without_modes()
@@ -430,7 +415,7 @@ class _Comparison:
 
     def _copy(self, block: nn.Module, *, sharded: bool) -> nn.Module:
         """Return a copy of the block in evaluation mode, without hooks of the user."""
-        memo: dict[int, Any] = {id(self.root): self.root}
+        memo: dict[int, Any] = {id(root := self.root()): root}
         if not sharded:
             leaves = {id(p): leaf_of(p) for p in block.parameters()}  # a unit around the block may have gathered it
             wholes = {
@@ -439,8 +424,8 @@ class _Comparison:
             }
             memo |= {n: nn.Parameter(whole, requires_grad=False) for n, whole in wholes.items()}
         copied: nn.Module = deepcopy(block, memo)
-        for original, module in zip(block.modules(), copied.modules(), strict=True):
-            keep_hooks(module, self.hooks.get(original, frozenset()) if sharded else frozenset())
+        for module in copied.modules():
+            keep_hooks(module, self.hooks if sharded else ())
         return copied.eval()
 
 

@@ -1,15 +1,10 @@
 """FSDP units: modules whose parameters are gathered while their forward runs.
 
 A *unit* has the parameters of a module and of the modules inside it, except for units inside it. While its ``forward``
-runs, the module has plain tensors in place of the parameters that
-
-* ``fully_shard`` gathers, through `fsdp_proxies`;
-* torch.compile or a fast path of torch's attention reads;
-* a tensor-parallel plan shards, beside the data axes;
-* a pipeline keeps for several passes.
-
-A parameter that only a plan shards computes itself, as torch's DTensor. All other parameters stay sharded, and are
-gathered one by one when a function needs them.
+runs, the module has plain tensors in place of the parameters that ``fully_shard`` gathers, that torch.compile or a fast
+path of torch's attention reads, that a tensor-parallel plan shards beside the data axes, or that a pipeline keeps for
+several passes. A parameter that only a plan shards computes itself, as torch's DTensor. All others stay sharded, and
+are gathered one by one when a function needs them.
 
 The tensors that autograd saves for the backward do not include gathered parameters: hooks save a reference in their
 place, and ``fully_shard`` gathers again when autograd unpacks it.
@@ -55,11 +50,11 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fsdp import Unit, own_modules
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import FSDPProxy, Gathered
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
+    AFTER_FORWARD,
+    IN_FORWARD,
     KeptGathers,
     as_gathered,
-    enter_forward,
-    hide_gradients,
-    leave_forward,
+    switch_classes,
     traces_of,
     values_of,
 )
@@ -70,7 +65,6 @@ from lightning_shardckpt.parallel.tensors.placement import local_part, sharding_
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import PART, check_equal_on_ranks, gather_whole
 
-Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str, ShardedTensor]
 _PACKAGE = Path(__file__).parents[2]
 _NOT_COMPILED = [str(_PACKAGE / folder) for folder in ("compat", "parallel/sharding", "parallel/tensors")]
@@ -93,16 +87,10 @@ class _Call(NamedTuple):
 
 
 class UnitForward:
-    """The forward of a unit, which gathers its parameters.
+    """The forward of a unit; ``wrapped`` is the attribute ``forward`` of the instance before, if it had one."""
 
-    Args:
-        module: the module; held by a weak reference, as it holds this object.
-        unit: the settings.
-        wrapped: the attribute ``forward`` that the instance had before; None for the method of its class.
-    """
-
-    def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
-        self._module, self.unit, self._wrapped = ref(module), unit, wrapped
+    def __init__(self, module: nn.Module, unit: Unit, wrapped: Callable[..., Any] | None) -> None:
+        self._module, self.unit, self._wrapped = ref(module), unit, wrapped  # the module holds this object
         self._places = list[tuple[nn.Module, str]]()
         self._is_compiled = self._has_fast_paths = False
 
@@ -112,7 +100,7 @@ class UnitForward:
         return self._run(*args, **kwargs)
 
     @property
-    def __wrapped__(self) -> Forward:
+    def __wrapped__(self) -> Callable[..., Any]:
         """The original forward, whose signature ``inspect`` shows."""
         return self._wrapped or MethodType(type(self._owner).forward, self._owner)
 
@@ -146,6 +134,15 @@ class UnitForward:
             for proxy, selected in self._select_proxies(leaves, is_compiled=self._is_compiled or compiler is not None):
                 body = partial(proxy.run, selected, (args, kwargs), body)
             return body({})
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" not in str(error):  # of torch's dispatch for DTensors
+                raise
+            raise UnsupportedCodeError(
+                f"{self.unit.name} computes with a plain tensor beside a DTensor: tensor_parallel_plan shards a module "
+                "in it that has plain tensors, too, such as the masks of pruning, or a whole parameter that was "
+                "assigned. Copy values into the parameters that are there (load_state_dict without assign=True, "
+                "weight.data.copy_), or leave that module out of tensor_parallel_plan."
+            ) from error
         finally:
             set_frame_callback(compiler)
 
@@ -198,7 +195,8 @@ class UnitForward:
             planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
             if planned:
                 refuse_compiled(self._owner, self.unit.name, planned, from_outside=call.compiler is not None)
-            hide_gradients(wholes.values())
+            for whole in wholes.values():
+                whole.__dict__["_compiled"] = True  # hides `grad`, since torch.compile can't trace a sharded gradient
         return self._run_with(call, wholes, by_fsdp)
 
     def _run_with(self, call: _Call, plain: Mapping[int, Tensor], by_fsdp: Gathered) -> Any:
@@ -207,7 +205,7 @@ class UnitForward:
         wholes = [plain[id(leaf)] for leaf in leaves]
         cast = {number: gathered.cast for number, gathered in by_fsdp.items() if gathered.cast is not None}
         slots = [slot for slot in call.slots if id(slot[2]) in plain and id(slot[2]) not in cast]
-        enter_forward(wholes)
+        switch_classes(wholes, IN_FORWARD)
         memories = {memory_id(local_tensor(w)): p for p, w in zip(leaves, wholes, strict=True) if p is not w}
         versions, saved = versions_of(wholes), None
         if memories and torch.is_grad_enabled() and KeptGathers.current is None:
@@ -231,7 +229,7 @@ class UnitForward:
             freed = {memory for memory, leaf in memories.items() if id(leaf) in by_fsdp}
             return _replace_in_outputs(outputs, leaves, wholes, freed)
         finally:
-            leave_forward(wholes)
+            switch_classes(wholes, AFTER_FORWARD)
 
 
 def _replace_in_outputs(

@@ -144,9 +144,9 @@ def refuse_sparse(gradient: Tensor | None) -> None:
         )
 
 
-def refuse_batched(gradient: Tensor) -> None:
+def refuse_batched(gradient: Tensor | None) -> None:
     """Raise for a batched gradient of vmap, which collectives can't reduce."""
-    if is_batched(gradient):
+    if gradient is not None and is_batched(gradient):
         raise UnsupportedCodeError(
             "a backward of a batch of gradients (is_grads_batched=True, vmap, torch.func.jacrev) goes through tensors "
             "whose gradients several ranks reduce. Call torch.autograd.grad for each gradient, in a loop."

@@ -178,7 +178,7 @@ class HasItsOwnParameters(Natural):
         return F.cross_entropy(self.net(batch[0]) * self.gain.scaled(), batch[1])
 
 
-class CallsWithOthers(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "got mixed torch.Tensor and DTensor")):
+class CallsWithOthers(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "computes with a plain tensor beside a DTensor")):
     """``functional_call`` with weights that are computed: averaged, perturbed, interpolated."""
 
     def build(self) -> None:
