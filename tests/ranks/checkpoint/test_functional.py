@@ -178,7 +178,7 @@ def optimizer_with(state: Callable[[Tensor], State]) -> State:
         ({"state_dict": {"a": 1}}, "'state_dict' of the state has another meaning"),
         ({"what": object()}, "what: builtins.object"),
         ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
-        (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is not a parameter"),
+        (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state of its own, 'all'"),
         (optimizer_with(lambda p: {p: torch.ones(3)}), "not a dict with string keys"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,49 +27,20 @@ class Schedule:
         return {"n": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _refuse()
+        if dist.get_rank() == 1:
+            raise ValueError("not I")
 
 
-class OwnEntries(torch.optim.SGD):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "n": 1}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        _refuse()
-        super().load_state_dict(state_dict)
-
-
-def _refuse() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("not I")
-
-
-def state_with(what: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    state: dict[str, Any] = {"model": model}
-    if what == "optimizer":
-        state["optimizer"] = OwnEntries(model.parameters(), lr=1.0)
-    elif what == "object":
-        state["schedule"] = Schedule()
-    return state
-
-
-def load_each(folder: str) -> dict[tuple[str, str], str]:
+def load_each(path: str) -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(), plugins=[ShardCkptIO()])
     fabric.launch()
-    said = {}
-    for door, what in itertools.product((load, fabric.load), FAILURES):
-        path = f"{folder}/{what}"
-        save(path, state_with(what), overwrite=True)
-        try:
-            door(path, state_with(what))  # type: ignore[operator]
-        except Exception as error:
-            said[door.__qualname__, what] = str(error)
+    said = []
+    for door in (load, fabric.load):
+        save(path, {"model": nn.Linear(2, 2), "schedule": Schedule()}, overwrite=True, replicas="first")
+        with pytest.raises(Exception) as raised:  # of any class
+            door(path, {"model": nn.Linear(2, 2), "schedule": Schedule()})  # type: ignore[operator]
+        said.append(str(raised.value))
     return said
-
-
-FAILURES = {"object": "loading the rest of", "optimizer": "reading checkpoint"}
 
 
 def disagree(path: str) -> list[str]:
@@ -94,10 +64,8 @@ def test_ranks_that_hold_what_does_not_fit_together_are_named_on_all(tmp_path: P
 
 
 def test_what_fails_on_one_rank_while_it_is_loaded_fails_on_all(tmp_path: Path) -> None:
-    for said in run_ranks(2, load_each, str(tmp_path)):
-        assert len(said) == 2 * len(FAILURES)
-        for (_, what), message in said.items():
-            assert message.startswith(f"rank 1 failed while {FAILURES[what]}"), what
+    for said in run_ranks(2, load_each, str(tmp_path / "a")):
+        assert [message[:39] for message in said] == ["rank 1 failed while loading the rest of"] * 2
 
 
 # ── keys in another order on another rank ──────────────────────────────────────────────────────────────────────────
