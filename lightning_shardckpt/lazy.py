@@ -95,6 +95,8 @@ def load_keys(
         KeyError: listing all missing names with similar existing ones, before anything is read.
         CorruptionError: naming file, tensor and rank.
     """
+    if isinstance(keys, str):
+        raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     names = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as opened:
         if missing := [_describe_missing(name, opened) for name in dict.fromkeys(names) if name not in opened]:

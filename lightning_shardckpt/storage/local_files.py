@@ -259,7 +259,11 @@ class Temporary:
         keep_owner_and_mode(target, self.path)
         if not replaces:
             os.rename(self.path, target)
-        elif not exchange(self.path, target):
+            return
+        with suppress(OSError):  # what gets the temporary name is locked, too; a link can't be
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            _try_lock(self._lock.enter_context(opened(target, flags)))
+        if not exchange(self.path, target):
             text = "the file system can't replace it by a directory in one step: delete it, or use another path"
             raise FileExistsError(errno.EEXIST, text, target)
 
