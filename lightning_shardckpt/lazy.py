@@ -36,7 +36,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Description of a checkpoint: its tensors by all of their names, and what only those of this package tell."""
+    """Description of a checkpoint.
+
+    Attributes:
+        tensors: the tensors by name, the model's first; each name of a tied tensor has an entry.
+        step, epoch, world_size, topology, software: information for people; None for checkpoints of other programs.
+    """
 
     tensors: dict[str, TensorInfo]
     step: int | None = None
@@ -145,7 +150,12 @@ class LazyTensor(TensorInfo):
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a slice as a new tensor on the CPU. Only the blocks that it touches are read and verified.
 
-        The index has integers, slices with positive steps and at most one ``...``, as for a tensor.
+        Args:
+            index: integers, slices with positive steps, and at most one ``...``, as for a tensor; ``[...]`` reads all.
+
+        Raises:
+            IndexError: if the index is out of range or not supported.
+            CorruptionError: naming file, tensor and rank.
         """
         import torch  # imported here, since names and shapes don't need it
 
