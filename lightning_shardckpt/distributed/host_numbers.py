@@ -183,6 +183,6 @@ class HostCopy:
 
     def read(self) -> Tensor:
         """Return the copy in host memory; waits if it is not complete yet."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._host
