@@ -152,13 +152,16 @@ def sharded_source(
     """
     plans, components = dict[tuple[Any, ...], list[tuple[Overlap, ByteRuns]]](), checkpoint.root.components
 
-    def requests(component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
-        spec, replica, found = components[component].tensors[key], checkpoint.replicas(component)[key], list[Request]()
+    def requests(
+        component: str, key: str, spec: TensorSpec, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        replica, found = checkpoint.replicas(component)[key], list[Request]()
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
         if (plan := plans.get(kind)) is None:
             plan = []
             for overlap in plan_load(spec, replica, parts):
-                checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
+                entry = checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
+                overlap = overlap._replace(stored=entry.box)  # which other tensors share, so that it is found faster
                 plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
             if len(plans) < _MAX_CACHED_PLANS:
                 plans[kind] = plan
@@ -186,7 +189,7 @@ def sharded_source(
         return state
 
     table = {
-        name: {key: StoredTensor(spec, partial(requests, name, key)) for key, spec in of.tensors.items()}
+        name: {key: StoredTensor(spec, partial(requests, name, key, spec)) for key, spec in of.tensors.items()}
         for name, of in components.items()
     }
     aliases, document = {name: of.aliases for name, of in components.items()}, partial(document_of, checkpoint)

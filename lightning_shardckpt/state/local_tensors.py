@@ -11,6 +11,7 @@ extra memory. An asynchronous save copies all tensors, into memory that later sa
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Mapping, Sequence
@@ -89,7 +90,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the writable memory of a contiguous CPU tensor; it keeps the memory alive."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    nbytes = tensor.nbytes
+    if nbytes == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())  # four calls of torch less than by numpy
+    memory.owner = tensor  # type: ignore[attr-defined]  # the view refers to `memory`, which must keep the tensor
+    return memoryview(memory).cast("B")
 
 
 def largest_difference(a: memoryview, b: memoryview, dtype: str) -> tuple[float, float]:
@@ -150,8 +156,13 @@ def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
         StateError: if the local shape contradicts the placements, or this rank is not in the mesh.
     """
     if (sharding := _sharding(tensor)) is None:
-        return parts_of_rank(REPLICATED, tuple(tensor.shape), rank)
+        return _whole(tensor.shape)
     return _parts(*sharding, dtensor.shape_of(tensor), dtensor.local_tensor(tensor).shape, rank)
+
+
+@lru_cache(maxsize=65536)
+def _whole(size: torch.Size) -> tuple[Part, ...]:
+    return parts_of_rank(REPLICATED, tuple(size), 0)
 
 
 @lru_cache(maxsize=65536)
