@@ -262,9 +262,9 @@ def _entry(item: dict[str, Any], known: dict[str, ShardEntry]) -> ShardEntry:
             raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
         nbytes = box.numel * DTYPE_BYTES[dtype]
         known[text] = ShardEntry(box, shape, dtype, check_file_name(file), 0, block, nbytes, "")
-    like = known[text]
-    sums = check_digests(item["checksums"], -(-like.nbytes // like.block))
-    return like._replace(begin=check_size(item["begin"]), checksums=sums)
+    box, shape, dtype, file, _, block, nbytes, _ = known[text]
+    sums = check_digests(item["checksums"], -(-nbytes // block))
+    return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
